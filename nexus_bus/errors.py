@@ -1,0 +1,66 @@
+"""The one exception tree. Messages say what was wrong, where, and what to do next.
+
+    NexusError
+    ├── Refused            the input is wrong; repeating it will not help (a tenant sees the message)
+    │   ├── BadMessage     it does not decode; names the field
+    │   ├── BadJob         the job document asks for something that cannot be done
+    │   ├── ContractError  policy, environment and data do not fit each other
+    │   └── NotFound       a version, job, dataset or environment that does not exist
+    ├── Unavailable        it may work later: broker away, queue full, no worker yet
+    │   └── Conflict       somebody else changed it first (compare-and-set failed, lease lost)
+    └── EnvironmentFault   a simulator crashed, hung or refused; costs a retry, is never a reward
+"""
+
+
+class NexusError(Exception):
+    """Base of everything this project raises on purpose. `code` is stable, for programs."""
+
+    code = "error"
+
+
+class Refused(NexusError):
+    """The input is wrong; repeating it will not help."""
+
+    code = "refused"
+
+
+class BadMessage(Refused):
+    """A message that does not decode into its type. The text names the field."""
+
+    code = "bad_message"
+
+
+class BadJob(Refused):
+    """A job document that asks for something that cannot be done."""
+
+    code = "bad_job"
+
+
+class ContractError(Refused):
+    """Policy, environment and data do not fit each other."""
+
+    code = "contract"
+
+
+class NotFound(Refused):
+    """Something that does not exist, or not for this tenant."""
+
+    code = "not_found"
+
+
+class Unavailable(NexusError):
+    """It may work later."""
+
+    code = "unavailable"
+
+
+class Conflict(Unavailable):
+    """Somebody else changed it first."""
+
+    code = "conflict"
+
+
+class EnvironmentFault(NexusError):
+    """A simulator crashed, hung or refused. It costs a retry and is never a reward."""
+
+    code = "environment_fault"

@@ -1,0 +1,110 @@
+"""Between workers: reports to the master, heartbeats, leases, and orders to the host that supervises processes."""
+
+from typing import Literal
+
+from msgspec import field
+
+from schemas.base import Count, Message, Name
+from schemas.rollout import EpisodeResult
+
+Role = Literal["master", "environment", "rollout", "inference", "trainer", "health"]
+
+
+class JobReport(Message, kw_only=True):
+    """Progress of a job, from whoever did the work. It travels on the master's work queue: it is not lost."""
+
+    job: Name
+    kind: Literal["episode", "recorded", "fed", "published", "trained", "failed"]
+    episode: EpisodeResult | None = None
+    dataset: str = ""  # recorded
+    frames: Count = 0  # recorded
+    batches: Count = 0  # published, trained: batches or updates learned so far
+    version: int = -1  # published, trained
+    reason: str = ""  # failed: one sentence for the tenant
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+class Heartbeat(Message, kw_only=True):
+    """A worker lives and moves. `progress` counts what it has done: a live worker that stops moving is wedged."""
+
+    role: Role
+    worker: Name
+    host: str
+    pid: Count
+    state: Literal["starting", "running", "draining"]
+    busy: bool  # holds work it should be progressing on
+    progress: Count
+    time: float  # unix seconds
+    gauges: dict[str, float] = field(default_factory=dict)  # e.g. queue, group_size, sessions
+
+
+class ProcessExit(Message, kw_only=True):
+    """The host's supervisor saw a child end."""
+
+    role: Role
+    worker: Name
+    host: str
+    pid: Count
+    returncode: int
+
+
+class ProcessOrder(Message, kw_only=True):
+    """Ask a host's supervisor to restart or stop one of its processes. Health manager → supervisor."""
+
+    worker: Name
+    action: Literal["restart", "stop"]
+    reason: str
+    pid: Count = 0  # act only while the process still has this pid; 0 means whichever
+
+
+class Lease(Message, kw_only=True):
+    """Who serves a slot. Taken by compare-and-set; `epoch` grows with each taking, so a stale holder cannot commit."""
+
+    tenant: Name
+    job: Name
+    holder: Name
+    epoch: Count
+    expires: float  # unix seconds
+
+
+class Ack(Message, kw_only=True):
+    """A plain yes, or an error that names what was wrong and what to do."""
+
+    ok: bool = True
+    error: str = ""
+    error_code: str = ""
+
+
+class DeadLetter(Message, kw_only=True):
+    """Why a message was given up, with the original."""
+
+    stream: str
+    subject: str
+    msg_id: str
+    reason: str
+    deliveries: Count
+    time: str
+    headers: dict[str, str]
+    payload: bytes
+
+
+class Span(Message, kw_only=True):
+    """One finished span, as the TRACES stream holds it."""
+
+    trace_id: str
+    span_id: str
+    parent_id: str
+    name: str
+    service: str  # role
+    worker: str
+    start_ns: Count
+    end_ns: Count
+    status: Literal["ok", "error", "unset"] = "unset"
+    attributes: dict[str, str | int | float | bool] = field(default_factory=dict)
+    links: list[tuple[str, str]] = field(default_factory=list)  # (trace_id, span_id)
+
+
+class Spans(Message, kw_only=True):
+    """A batch of finished spans."""
+
+    spans: list[Span]

@@ -1,0 +1,85 @@
+"""Environment sessions and the dataset side of the Environment Service. Rollout ⇄ environment; master → environment."""
+
+from typing import Annotated, Literal
+
+from msgspec import Meta, field
+
+from schemas.base import Count, Image, Message, Name, Positive, Seed, Tensor
+from schemas.job import EnvironmentSpec, ExpertSpec
+from schemas.policy import ActionSpec, ObservationSpec
+
+EndReason = Literal["running", "success", "failure", "time_limit"]
+
+
+class SessionOpen(Message, kw_only=True):
+    """Ask for a session: a simulator held for one episode at a time."""
+
+    tenant: Name
+    job: Name
+    environment: EnvironmentSpec
+    action: ActionSpec  # what the policy gives; refused on mismatch
+    observation: ObservationSpec  # what the policy takes; refused on mismatch
+    lease_s: Annotated[float, Meta(gt=0, le=3600)] = 30.0  # the session ends itself after this long without a call
+
+
+class SessionOpened(Message, kw_only=True):
+    """Where the session lives: every further call goes to this subject."""
+
+    session: str
+    subject: str
+    worker: str
+    version: str  # simulator and version, kept with every score
+
+
+class SessionCall(Message, kw_only=True):
+    """One call on a session."""
+
+    op: Literal["reset", "step", "render", "close"]
+    seed: Seed = 0  # reset
+    trial: Count = 0  # reset
+    actions: Tensor | None = None  # step: float32 [n, D], all executed unless the episode ends
+
+
+class Observation(Message, kw_only=True):
+    """What the policy sees at a chunk boundary."""
+
+    images: dict[str, Image]
+    state: Tensor  # float32 [S]
+    instruction: str
+
+
+class SessionReply(Message, kw_only=True):
+    """Answer to a call; the arrays cover the executed actions of a step."""
+
+    observation: Observation | None = None  # after reset and step; the final one is kept for the truncation bootstrap
+    rewards: list[float] = field(default_factory=list)
+    successes: list[bool] = field(default_factory=list)
+    terminated: bool = False
+    truncated: bool = False
+    end: EndReason = "running"
+    image: Image | None = None  # render
+    steps: Count = 0  # environment steps since reset
+    device_s: float = 0.0  # simulator seconds this call took
+
+
+class RecordOrder(Message, kw_only=True):
+    """Record expert demonstrations into the tenant's dataset. Master → environment."""
+
+    tenant: Name
+    job: Name
+    environment: EnvironmentSpec
+    expert: ExpertSpec
+
+
+class FeedOrder(Message, kw_only=True):
+    """Put SFT batches [first, last) of a job on the Training Queue, each drawn deterministically from the seed."""
+
+    tenant: Name
+    job: Name
+    dataset: str
+    first: Count
+    last: Count
+    batch_size: Positive
+    horizon: Positive
+    seed: Seed
+    image_encoding: Literal["png", "jpeg", "raw"] = "png"

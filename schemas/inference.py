@@ -1,0 +1,34 @@
+"""The Inference Queue. Rollout (or a tenant) → inference → the asker's inbox."""
+
+from schemas.base import Message, Name, PolicyId, Seed, Tensor
+from schemas.environment import Observation
+
+
+class InferenceRequest(Message, kw_only=True):
+    """Ask one policy version for an action chunk. The asker's inbox travels in the `Nexus-Reply-To` header."""
+
+    id: str  # the same request asked again may be answered twice; the answers are equal
+    job: Name
+    policy: PolicyId
+    observation: Observation
+    greedy: bool = True  # the head's mean or its deterministic path; False samples with `seed`
+    seed: Seed = 0
+    deadline: float = 0.0  # unix seconds after which nobody waits for the answer; 0: none
+
+
+class InferenceReply(Message, kw_only=True):
+    """The answer, naming the version that made it. Either `actions` or `error` is set."""
+
+    id: str
+    policy: str = ""
+    actions: Tensor | None = None  # float32 [T, D], raw action units, ready for the environment
+    sample: Tensor | None = None  # float32 [T, D] in the head's normalised space, kept for the log-prob
+    log_prob: list[float] | None = None  # per action of the chunk, summed over dimensions; heads without one leave it out
+    value: float | None = None
+    feature_id: str = ""
+    group: int = 0  # samples in the grouped forward
+    tenants: int = 0  # tenants in it
+    queue_s: float = 0.0
+    device_s: float = 0.0  # this request's share
+    error: str = ""
+    error_code: str = ""

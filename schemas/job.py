@@ -1,0 +1,123 @@
+"""The job document a tenant writes (TOML, YAML or JSON) and publishes on `job.submit`. Tenant → master."""
+
+from typing import Annotated, Literal
+
+from msgspec import Meta, field
+
+from schemas.base import Document, Message, Name, PolicyRef, Positive, Seconds, Seed
+
+Scalar = str | int | float | bool
+Rate = Annotated[float, Meta(gt=0, le=10)]
+Fraction = Annotated[float, Meta(ge=0, le=1)]
+
+MAX_HORIZON = 64
+
+
+class HeadSpec(Document, kw_only=True):
+    """The tenant's private action module on the shared backbone."""
+
+    type: str = "oft"  # a name of the head catalogue; checked by the master so that the refusal lists what exists
+    horizon: Annotated[int, Meta(ge=1, le=MAX_HORIZON)] = 8  # T: actions per chunk
+    options: dict[str, Scalar] = field(default_factory=dict)  # e.g. hidden, layers, heads: see `nexus catalog`
+
+
+class EnvironmentSpec(Document, kw_only=True):
+    """Which simulator, and how it is shown to the policy."""
+
+    id: str  # a name of the environment catalogue
+    task: str  # a task of that environment, e.g. "touch"
+    options: dict[str, Scalar] = field(default_factory=dict)  # adapter options, e.g. blocks=1
+    execute: Annotated[int, Meta(ge=1, le=MAX_HORIZON)] | None = None  # actions of a chunk that are executed; all if unset
+    image_encoding: Literal["png", "jpeg", "raw"] = "png"
+
+
+class ExpertSpec(Document, kw_only=True):
+    """Record demonstrations from the environment's scripted expert before training."""
+
+    episodes: Positive = 50
+    seed: Seed = 0
+    noise: Fraction = 0.0  # std of Gaussian noise on executed actions; the recorded labels stay the expert's
+
+
+class DataSpec(Document, kw_only=True):
+    """Where SFT reads from: a LeRobot dataset of this tenant, or one recorded from an expert first."""
+
+    dataset: str | None = None  # a directory below the tenant's data root
+    expert: ExpertSpec | None = None
+
+
+class Sft(Document, kw_only=True, tag="sft", tag_field="name"):
+    """Supervised fine-tuning: one gradient step per batch."""
+
+    learning_rate: Rate = 1e-3
+    weight_decay: Fraction = 0.01
+    batch_size: Annotated[int, Meta(ge=1, le=1024)] = 32
+    steps: Positive = 400
+    warmup_steps: Annotated[int, Meta(ge=0)] = 20
+    min_learning_rate: Annotated[float, Meta(ge=0, le=10)] = 1e-6
+    grad_clip: Rate = 1.0
+    publish_every: Positive = 100  # steps between policy versions
+
+
+class Ppo(Document, kw_only=True, tag="ppo", tag_field="name"):
+    """Proximal policy optimisation, Gaussian around the `oft` head. Defaults: specs of the field, see learning/algorithms/ppo.py."""
+
+    learning_rate: Rate = 3e-4
+    value_learning_rate: Rate = 1e-3
+    weight_decay: Fraction = 0.0
+    updates: Positive = 20  # policy versions to publish
+    episodes_per_update: Annotated[int, Meta(ge=1, le=4096)] = 32
+    epochs: Annotated[int, Meta(ge=1, le=64)] = 4
+    minibatch: Positive = 64  # chunks per gradient step
+    gamma: Fraction = 0.99
+    lam: Fraction = 0.95
+    clip: Fraction = 0.2
+    value_clip: Annotated[float, Meta(gt=0)] = 0.2
+    dual_clip: Annotated[float, Meta(gt=1)] = 3.0
+    entropy: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    init_log_std: Annotated[float, Meta(ge=-10, le=2)] = -1.0
+    target_kl: Annotated[float, Meta(gt=0)] | None = None  # stop the epochs of an update above this
+    grad_clip: Rate = 1.0
+    value_warmup_updates: Annotated[int, Meta(ge=0)] = 0  # updates that train the value head alone
+    staleness: Annotated[int, Meta(ge=0, le=8)] = 1  # policy versions that producers may lag behind
+
+
+class Budget(Document, kw_only=True):
+    """Where a job stops, whatever its algorithm still wants."""
+
+    wall_s: Seconds | None = None
+    device_s: Seconds | None = None
+
+
+class EvaluationSpec(Document, kw_only=True):
+    """The protocol of a score; it is stored with every score it produced."""
+
+    episodes: Positive = 60
+    seed: Seed = 10_000  # trial i runs with seed + i, before and after alike
+    before: bool = True
+    after: bool = True
+    success: Literal["any_step", "last_step"] = "any_step"
+
+
+class JobSpec(Document, kw_only=True):
+    """One job. The tenant is not in it: the bus knows who sent it."""
+
+    kind: Literal["sft", "rl", "eval"]
+    name: Name  # unique within the tenant; versions are called <name>@<n>
+    base: str = "nexus-nano"  # the shipped backbone, a directory, or a hub id
+    head: HeadSpec | None = None  # unset with `init`: the head of that policy
+    tier: Literal["frozen", "lora"] = "frozen"
+    init: PolicyRef | None = None  # start from (or evaluate) this policy of the same tenant
+    environment: EnvironmentSpec | None = None
+    data: DataSpec | None = None
+    algorithm: Sft | Ppo | None = None  # defaults by kind
+    budget: Budget = Budget()
+    evaluation: EvaluationSpec | None = None
+    seed: Seed = 0
+
+
+class JobCancel(Message, kw_only=True):
+    """Stop a job; its last committed policy version stays."""
+
+    job: Name
+    reason: str = ""

@@ -1,0 +1,57 @@
+"""A compiled job: what runs where, with which sizes. Printed by `nexus plan` and kept by the master."""
+
+from typing import Literal
+
+from msgspec import field
+
+from schemas.base import Count, Message, Name, Positive, Seconds
+from schemas.job import JobSpec
+from schemas.policy import ActionSpec, ObservationSpec
+
+Phase = Literal[
+    "waiting", "recording", "preparing", "evaluating_before", "training", "evaluating_after", "completed", "failed", "cancelled"
+]
+TERMINAL: frozenset[str] = frozenset({"completed", "failed", "cancelled"})
+
+
+class Plan(Message, kw_only=True):
+    """What the master decided before anything runs."""
+
+    tenant: Name
+    spec: JobSpec  # with every default filled in
+    phases: list[Phase]
+    roles: list[str]
+    subjects: dict[str, str]  # purpose → subject
+    action: ActionSpec
+    observation: ObservationSpec
+    max_steps: Positive  # of one episode
+    execute: Positive  # actions executed per chunk
+    instructions: list[str]  # examples of what the policy will be told
+    batches: Count  # SFT batches or RL updates
+    estimates: dict[str, float] = field(default_factory=dict)  # environment_steps, inference_requests, records, device_s …
+    notes: list[str] = field(default_factory=list)
+
+
+class JobState(Message, kw_only=True):
+    """A job as the registry holds it; only the master writes it."""
+
+    plan: Plan
+    phase: Phase
+    submission: str  # message id of the submission, so that a repeated one is recognised
+    submitted: str
+    started: str = ""
+    ended: str = ""
+    reason: str = ""
+    dataset: str = ""  # directory the data comes from, once recorded or checked
+    frames: Count = 0
+    issued: Count = 0  # work units handed out in this phase: batches, updates or episodes
+    done: Count = 0  # work units known to be finished in this phase
+    version: int = -1  # newest published policy version; -1 before the first
+    init: str = ""  # resolved version that training starts from
+    scores: dict[str, float] = field(default_factory=dict)  # success_before, success_after …
+    finished_episodes: list[int] = field(default_factory=list)  # evaluation trials already counted in this phase
+    successes: Count = 0
+    summed_return: float = 0.0
+    summed_length: Count = 0
+    metrics: dict[str, float] = field(default_factory=dict)
+    deadline: Seconds | None = None  # unix time at which the wall budget ends

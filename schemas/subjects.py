@@ -1,0 +1,129 @@
+"""THE table: subject ↔ message ↔ stream ↔ who reads it. Everything that names a subject takes it from here.
+
+A subject carries its tenant, and a job's subject carries its job, so that consumers can filter and later the server can
+stamp. Tokens are names (`schemas.base.Name`), hence never contain dots or wildcards.
+"""
+
+import re
+from typing import Literal
+
+import msgspec
+
+from schemas import control, environment, events, inference, job, rollout, training, usage
+from schemas.base import NAME_PATTERN
+
+Codec = Literal["json", "msgpack"]
+Delivery = Literal["work", "log", "request", "beat"]  # one worker takes it | kept and replayable | core request | core publish
+
+_TOKEN = re.compile(NAME_PATTERN)
+_FIELD = re.compile(r"\{(\w+)\}")
+
+
+class SubjectEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """One row of the table."""
+
+    name: str
+    pattern: str  # with {tokens}
+    message: type
+    reply: type | None = None  # of a core request
+    stream: str | None = None
+    codec: Codec = "json"
+    delivery: Delivery = "work"
+    producer: str
+    consumer: str
+    summary: str
+
+    @property
+    def tokens(self) -> tuple[str, ...]:
+        """Names of the tokens, in order."""
+        return tuple(_FIELD.findall(self.pattern))
+
+    @property
+    def wildcard(self) -> str:
+        """The subject with every token a `*`: what a stream or a subscription names."""
+        return _FIELD.sub("*", self.pattern)
+
+    @property
+    def type(self) -> str:
+        """The `ce-type` of its messages."""
+        return f"nexus.{self.name}"
+
+
+def _row(name: str, pattern: str, message: type, **kw: object) -> SubjectEntry:
+    return SubjectEntry(name=name, pattern=pattern, message=message, **kw)  # type: ignore[arg-type]  # kw are the Struct's own fields
+
+
+TABLE: tuple[SubjectEntry, ...] = (
+    _row("job.submit", "job.submit.{tenant}", job.JobSpec, stream="JOBS", producer="tenant", consumer="master",
+         summary="A job document."),
+    _row("job.cancel", "job.cancel.{tenant}", job.JobCancel, stream="JOBS", producer="tenant", consumer="master",
+         summary="Stop a job."),
+    _row("job.report", "job.report.{tenant}.{job}", control.JobReport, stream="JOBS", producer="any worker", consumer="master",
+         summary="Progress of a job, on the master's own work queue."),
+    _row("rollout.run", "rollout.run.{tenant}.{job}", rollout.RolloutOrder, stream="ROLLOUT", producer="master", consumer="rollout",
+         summary="Play one episode."),
+    _row("env.record", "env.record.{tenant}.{job}", environment.RecordOrder, stream="ROLLOUT", producer="master",
+         consumer="environment", summary="Record expert demonstrations."),
+    _row("env.feed", "env.feed.{tenant}.{job}", environment.FeedOrder, stream="ROLLOUT", producer="master",
+         consumer="environment", summary="Put SFT batches on the Training Queue."),
+    _row("env.open", "env.open.{tenant}", environment.SessionOpen, reply=environment.SessionOpened, delivery="request",
+         producer="rollout", consumer="environment", summary="Lease an environment session."),
+    _row("env.session", "env.session.{tenant}.{session}", environment.SessionCall, reply=environment.SessionReply,
+         codec="msgpack", delivery="request", producer="rollout", consumer="environment", summary="One call on a session."),
+    _row("infer.request", "infer.request.{tenant}", inference.InferenceRequest, stream="INFERENCE", codec="msgpack",
+         producer="rollout", consumer="inference", summary="THE INFERENCE QUEUE: one observation for one policy version."),
+    _row("infer.reply", "infer.reply.{worker}", inference.InferenceReply, codec="msgpack", delivery="beat",
+         producer="inference", consumer="rollout", summary="The answer, to the asker's inbox."),
+    _row("train.record", "train.record.{tenant}.{job}", rollout.RolloutRecord, stream="TRAINING", codec="msgpack",
+         producer="rollout", consumer="trainer", summary="THE TRAINING QUEUE: one training episode."),
+    _row("train.batch", "train.batch.{tenant}.{job}", training.TrainingBatch, stream="TRAINING", codec="msgpack",
+         producer="environment", consumer="trainer", summary="THE TRAINING QUEUE: one SFT batch."),
+    _row("event", "event.{tenant}.{job}", events.Event, stream="EVENTS", delivery="log", producer="any worker",
+         consumer="tenants, dashboards", summary="Everything that happened."),
+    _row("usage", "usage.{tenant}.{job}", usage.Usage, stream="USAGE", delivery="log", producer="workers",
+         consumer="nexus usage", summary="What a job used."),
+    _row("audit", "audit.{tenant}", usage.Audit, stream="AUDIT", delivery="log", producer="master", consumer="nexus audit",
+         summary="Who did what."),
+    _row("trace", "trace.{worker}", control.Spans, stream="TRACES", codec="msgpack", delivery="log", producer="any worker",
+         consumer="nexus trace", summary="Spans, while no OTLP endpoint is set."),
+    _row("dead", "dead.{stream}.{tenant}", control.DeadLetter, stream="DEAD", codec="msgpack", delivery="log",
+         producer="any worker", consumer="operators", summary="Messages given up, with the reason and the original."),
+    _row("health.beat", "health.beat.{role}.{worker}", control.Heartbeat, delivery="beat", producer="any worker",
+         consumer="health", summary="A worker lives and moves."),
+    _row("health.exit", "health.exit.{host}", control.ProcessExit, delivery="beat", producer="host", consumer="health",
+         summary="A supervised process ended."),
+    _row("host.order", "host.order.{host}", control.ProcessOrder, reply=control.Ack, delivery="request", producer="health, cli",
+         consumer="host", summary="Restart or stop a supervised process."),
+)
+
+BY_NAME: dict[str, SubjectEntry] = {row.name: row for row in TABLE}
+BY_TYPE: dict[str, SubjectEntry] = {row.type: row for row in TABLE}
+
+
+def subject(name: str, **tokens: str) -> str:
+    """Render the subject `name` with its tokens.
+
+    Raises:
+        KeyError: the table has no such name, or a token is missing.
+        ValueError: a token is not a name (lower-case letters, digits, `-`, `_`), so it could break out of its place.
+    """
+    row = BY_NAME[name]
+    for key in row.tokens:
+        value = tokens[key]
+        if not _TOKEN.match(value) and value != "_":
+            raise ValueError(f"{name}: {key} {value!r} is not a name (pattern {NAME_PATTERN})")
+    return row.pattern.format(**tokens)
+
+
+def parse(text: str) -> tuple[SubjectEntry, dict[str, str]]:
+    """Find the row and the tokens of a concrete subject.
+
+    Raises:
+        KeyError: no row of the table has this shape.
+    """
+    parts = text.split(".")
+    for row in TABLE:
+        shape = row.pattern.split(".")
+        if len(shape) == len(parts) and all(s == p or s.startswith("{") for s, p in zip(shape, parts, strict=True)):
+            return row, {s[1:-1]: p for s, p in zip(shape, parts, strict=True) if s.startswith("{")}
+    raise KeyError(f"no subject of the table looks like {text!r}")
