@@ -64,3 +64,14 @@ class EnvironmentFault(NexusError):
     """A simulator crashed, hung or refused. It costs a retry and is never a reward."""
 
     code = "environment_fault"
+
+
+def from_code(code: str, text: str) -> NexusError:
+    """The error a remote worker meant, by its stable code; an unknown code gives the base class."""
+    return _BY_CODE.get(code, NexusError)(text)
+
+
+_BY_CODE: dict[str, type[NexusError]] = {
+    kind.code: kind
+    for kind in (NexusError, Refused, BadMessage, BadJob, ContractError, NotFound, Unavailable, Conflict, EnvironmentFault)
+}

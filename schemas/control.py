@@ -5,6 +5,7 @@ from typing import Literal
 from msgspec import field
 
 from schemas.base import Count, Message, Name
+from schemas.policy import Statistics
 from schemas.rollout import EpisodeResult
 
 Role = Literal["master", "environment", "rollout", "inference", "trainer", "health"]
@@ -14,12 +15,13 @@ class JobReport(Message, kw_only=True):
     """Progress of a job, from whoever did the work. It travels on the master's work queue: it is not lost."""
 
     job: Name
-    kind: Literal["episode", "recorded", "fed", "published", "trained", "failed"]
+    kind: Literal["episode", "prepared", "learned", "trained", "failed"]
     episode: EpisodeResult | None = None
-    dataset: str = ""  # recorded
-    frames: Count = 0  # recorded
-    batches: Count = 0  # published, trained: batches or updates learned so far
-    version: int = -1  # published, trained
+    frames: Count = 0  # prepared
+    state_statistics: Statistics | None = None  # prepared
+    action_statistics: Statistics | None = None  # prepared
+    batches: Count = 0  # learned, trained: batches or updates learned and committed so far
+    version: int = -1  # learned, trained: newest published version
     reason: str = ""  # failed: one sentence for the tenant
     metrics: dict[str, float] = field(default_factory=dict)
 

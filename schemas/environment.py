@@ -62,13 +62,14 @@ class SessionReply(Message, kw_only=True):
     device_s: float = 0.0  # simulator seconds this call took
 
 
-class RecordOrder(Message, kw_only=True):
-    """Record expert demonstrations into the tenant's dataset. Master → environment."""
+class PrepareOrder(Message, kw_only=True):
+    """Make a job's dataset ready: record it from the scripted expert, or open it; then report frames and statistics."""
 
     tenant: Name
     job: Name
-    environment: EnvironmentSpec
-    expert: ExpertSpec
+    dataset: str  # directory below the tenant's data root
+    environment: EnvironmentSpec | None = None  # with `expert`
+    expert: ExpertSpec | None = None  # unset: the dataset must exist
 
 
 class FeedOrder(Message, kw_only=True):

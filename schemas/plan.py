@@ -6,10 +6,10 @@ from msgspec import field
 
 from schemas.base import Count, Message, Name, Positive, Seconds
 from schemas.job import JobSpec
-from schemas.policy import ActionSpec, ObservationSpec
+from schemas.policy import ActionSpec, ObservationSpec, Statistics
 
 Phase = Literal[
-    "waiting", "recording", "preparing", "evaluating_before", "training", "evaluating_after", "completed", "failed", "cancelled"
+    "waiting", "data", "preparing", "evaluating_before", "training", "evaluating_after", "completed", "failed", "cancelled"
 ]
 TERMINAL: frozenset[str] = frozenset({"completed", "failed", "cancelled"})
 
@@ -44,6 +44,8 @@ class JobState(Message, kw_only=True):
     reason: str = ""
     dataset: str = ""  # directory the data comes from, once recorded or checked
     frames: Count = 0
+    state_statistics: Statistics | None = None  # of the dataset
+    action_statistics: Statistics | None = None
     issued: Count = 0  # work units handed out in this phase: batches, updates or episodes
     done: Count = 0  # work units known to be finished in this phase
     version: int = -1  # newest published policy version; -1 before the first
@@ -55,3 +57,4 @@ class JobState(Message, kw_only=True):
     summed_length: Count = 0
     metrics: dict[str, float] = field(default_factory=dict)
     deadline: Seconds | None = None  # unix time at which the wall budget ends
+    closed: bool = False  # consumers and queued work are gone, and the ending was announced

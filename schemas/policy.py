@@ -96,5 +96,6 @@ class TrainingState(Message, kw_only=True):
     epoch: Count  # fencing epoch of the lease that committed it
     device_s: float = 0.0
     lag_sum: float = 0.0  # summed staleness in versions over records; mean lag = lag_sum / records
-    group_sum: float = 0.0  # summed group sizes over grouped forwards this job took part in
+    group_sum: float = 0.0  # tenants in the group, summed over the grouped steps this job took part in
     groups: Count = 0
+    metrics: dict[str, float] = field(default_factory=dict)  # of the last step

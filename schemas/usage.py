@@ -14,6 +14,7 @@ class Usage(Message, kw_only=True):
     kind: Literal["inference", "training", "environment"]
     device_s: float = 0.0
     requests: Count = 0
+    group_sum: Count = 0  # group sizes summed over requests or grouped steps; mean group size = group_sum / (requests + records)
     records: Count = 0
     steps: Count = 0  # environment or gradient steps
     time: str

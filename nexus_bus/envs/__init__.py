@@ -1,0 +1,1 @@
+"""Simulators behind one session protocol. Nothing here knows the bus, and nothing heavy is imported until a session opens."""

@@ -1,0 +1,261 @@
+"""The environments a job may name: tasks, options with their defaults, and what a policy sees and gives. Loads no simulator.
+
+The master checks a job against it (`nexus plan`, `nexus catalog`), and workers/environment.py builds sessions by it.
+"""
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from typing import cast
+
+from nexus_bus.envs.simulator import Simulator
+from nexus_bus.errors import BadJob, NotFound
+from schemas.job import EnvironmentSpec, Scalar
+from schemas.policy import ActionSpec, ObservationSpec
+
+Options = dict[str, Scalar]
+
+
+@dataclass(frozen=True)
+class Option:
+    """One adapter option: its default fixes the type; `choices` or `bounds` (inclusive) say what is allowed."""
+
+    default: Scalar
+    meaning: str
+    choices: tuple[Scalar, ...] = ()
+    bounds: tuple[float, float] | None = None
+
+    def check(self, name: str, value: Scalar) -> Scalar:
+        """The value in this option's type. Raises BadJob naming the option."""
+        kind = type(self.default)
+        if kind is float and type(value) is int:
+            value = float(value)
+        if type(value) is not kind:
+            raise BadJob(f"environment.options.{name}: expected {kind.__name__}, got {type(value).__name__} {value!r}")
+        if self.choices and value not in self.choices:
+            raise BadJob(f"environment.options.{name}: {value!r} is not one of {', '.join(map(repr, self.choices))}")
+        if self.bounds and not self.bounds[0] <= cast(float, value) <= self.bounds[1]:
+            raise BadJob(f"environment.options.{name}: {value} is outside [{self.bounds[0]:g}, {self.bounds[1]:g}]")
+        return value
+
+
+@dataclass(frozen=True)
+class EnvironmentEntry:
+    """One environment. `adapter` is `module:Class`, called with (spec, options) when a session opens."""
+
+    summary: str
+    tasks: Mapping[str, tuple[str, ...]]  # task -> the sentences it may ask
+    options: Mapping[str, Option]
+    adapter: str
+    packages: tuple[str, ...]  # distributions whose versions decide the numbers
+    extra: str  # pip extra that installs them
+    spaces: Callable[[str, Options], tuple[ActionSpec, ObservationSpec]]
+    sentences: Callable[[str, Options], tuple[str, ...]] | None = None  # where options narrow them
+    expert: bool = True
+    gl: bool = True  # needs OpenGL
+    revision: int = 1  # raised when the same seed no longer gives the same episode
+
+
+@dataclass(frozen=True)
+class EnvDescription:
+    """What a policy must fit, known without opening a session."""
+
+    action: ActionSpec
+    observation: ObservationSpec
+    max_steps: int
+    instructions: list[str]
+    simulator: str  # name, revision and versions; kept with every score
+    expert: bool
+
+
+_SIZE = Option(96, "side of the square picture in pixels", bounds=(32, 512))
+_END = Option(default=True, meaning="end the episode at the first success")
+
+
+def _steps(default: int, most: int) -> Option:
+    return Option(default, "steps until the episode is cut off", bounds=(1, most))
+
+
+def _cameras(options: Options, *names: str) -> dict[str, tuple[int, int, int]]:
+    size = int(options["image_size"])
+    return {name: (size, size, 3) for name in names}
+
+
+def _observation(options: Options, state_size: int, *cameras: str) -> ObservationSpec:
+    return ObservationSpec(cameras=_cameras(options, *cameras), state_size=state_size)  # type: ignore[arg-type]
+
+
+def _box(size: int) -> ActionSpec:
+    return ActionSpec(size=size, low=[-1.0] * size, high=[1.0] * size)
+
+
+_COLOURS = ("red", "green", "blue", "yellow")
+TABLETOP_STATES = {"tip": 3, "tip_velocity": 6, "tip_previous": 6, "tip_velocity_previous": 9}
+
+
+def _tabletop(task: str, options: Options) -> tuple[ActionSpec, ObservationSpec]:
+    del task
+    state = TABLETOP_STATES[str(options["state"])]
+    return _box(3), _observation(options, state, *str(options["cameras"]).split("+"))
+
+
+def _tabletop_sentences(task: str, options: Options) -> tuple[str, ...]:
+    shown = _COLOURS[: int(options["blocks"])]
+    target = str(options["target"])
+    if target != "any" and target not in shown:
+        raise BadJob(f"environment.options.target: no {target} block among {', '.join(shown)}; raise `blocks`")
+    asked = shown if target == "any" else (target,)
+    return tuple(text.format(colour=colour) for colour in asked for text in ENVIRONMENTS["tabletop"].tasks[task])
+
+
+def _metaworld(task: str, options: Options) -> tuple[ActionSpec, ObservationSpec]:
+    del task
+    action = ActionSpec(size=4, low=[-1.0] * 4, high=[1.0] * 4, gripper="minus_open")
+    return action, _observation(options, 4, "corner2")
+
+
+def _minigrid(task: str, options: Options) -> tuple[ActionSpec, ObservationSpec]:
+    del task
+    return _box(7), _observation(options, 4, "grid")
+
+
+def _gymnasium(task: str, options: Options) -> tuple[ActionSpec, ObservationSpec]:
+    module = importlib.import_module("nexus_bus.envs.gymnasium_adapter")  # only here: its spaces are known to gymnasium alone
+    return module.spaces(task, options)
+
+
+ENVIRONMENTS: dict[str, EnvironmentEntry] = {
+    "tabletop": EnvironmentEntry(
+        summary="coloured blocks and a gripper tip on a table (MuJoCo), made for this project",
+        tasks={
+            "touch": ("touch the {colour} block",),
+            "reach": ("move above the {colour} block",),
+            "push": ("push the {colour} block to the left", "push the {colour} block to the right"),
+            "slide": ("push the {colour} block forward", "push the {colour} block back"),
+        },
+        options={
+            "blocks": Option(3, "how many blocks, in the order red, green, blue, yellow", bounds=(1, 4)),
+            "target": Option("any", "always ask for this colour", choices=("any", *_COLOURS)),
+            "state": Option("tip", f"what the state holds {TABLETOP_STATES}", choices=tuple(TABLETOP_STATES)),
+            "reward": Option("sparse", "1 at success, or progress added to it", choices=("sparse", "dense")),
+            "speed": Option(0.02, "metres that an action of 1 moves the tip", bounds=(0.002, 0.06)),
+            "cameras": Option("front", "which pictures", choices=("front", "top", "front+top")),
+            "image_size": _SIZE,
+            "max_steps": _steps(50, 1000),
+            "end_on_success": _END,
+        },
+        adapter="nexus_bus.envs.tabletop:Tabletop",
+        packages=("mujoco",),
+        extra="envs",
+        spaces=_tabletop,
+        sentences=_tabletop_sentences,
+    ),
+    "metaworld": EnvironmentEntry(
+        summary="four tasks of Meta-World with written instructions; fast rendering, so not for published scores",
+        tasks={
+            "reach": ("reach the goal position",),
+            "button-press-topdown": ("press the button from the top",),
+            "drawer-open": ("open the drawer",),
+            "drawer-close": ("close the drawer",),
+        },
+        options={
+            "rendering": Option(
+                "fast", "fast: no shadows, multisampling or reflections; full: as shipped", choices=("fast", "full")
+            ),
+            "image_size": _SIZE,
+            "max_steps": _steps(200, 500),
+            "end_on_success": _END,
+        },
+        adapter="nexus_bus.envs.metaworld:MetaWorld",
+        packages=("metaworld", "mujoco"),
+        extra="metaworld",
+        spaces=_metaworld,
+    ),
+    "minigrid": EnvironmentEntry(
+        summary="BabyAI rooms seen from above; draws with NumPy, so it needs no OpenGL",
+        tasks={
+            "goto": ("go to the {colour} {object}", "go to a {colour} {object}"),
+            "goto-red-ball": ("go to the red ball",),
+            "pickup": ("pick up the {colour} {object}", "pick up a {object}"),
+        },
+        options={"image_size": _SIZE, "max_steps": _steps(64, 1000), "end_on_success": _END},
+        adapter="nexus_bus.envs.minigrid:MiniGrid",
+        packages=("minigrid", "gymnasium"),
+        extra="minigrid",
+        spaces=_minigrid,
+        gl=False,
+    ),
+    "gymnasium": EnvironmentEntry(
+        summary="any registered Gymnasium environment with a bounded Box action; the task is its id",
+        tasks={},
+        options={
+            "instruction": Option("", "the sentence given to the policy"),
+            "image_size": _SIZE,
+            "max_steps": _steps(200, 10_000),
+            "end_on_success": _END,
+        },
+        adapter="nexus_bus.envs.gymnasium_adapter:GymnasiumSimulator",
+        packages=("gymnasium",),
+        extra="envs",
+        spaces=_gymnasium,
+        expert=False,
+    ),
+}
+
+
+def entry_of(spec: EnvironmentSpec) -> EnvironmentEntry:
+    """The catalogue entry. Raises NotFound listing what exists."""
+    entry = ENVIRONMENTS.get(spec.id)
+    if entry is None:
+        raise NotFound(f"environment.id: no environment {spec.id!r}; there are {', '.join(ENVIRONMENTS)}")
+    if entry.tasks and spec.task not in entry.tasks:
+        raise NotFound(f"environment.task: {spec.id} has no task {spec.task!r}; there are {', '.join(entry.tasks)}")
+    return entry
+
+
+def options_of(spec: EnvironmentSpec) -> Options:
+    """The spec's options, checked, with defaults filled in. Raises NotFound, BadJob."""
+    entry = entry_of(spec)
+    unknown = sorted(set(spec.options) - set(entry.options))
+    if unknown:
+        raise BadJob(f"environment.options.{unknown[0]}: {spec.id} has no such option; there are {', '.join(entry.options)}")
+    return {name: option.check(name, spec.options.get(name, option.default)) for name, option in entry.options.items()}
+
+
+def describe(spec: EnvironmentSpec) -> EnvDescription:
+    """What a policy must fit. Raises NotFound or BadJob, listing what exists."""
+    entry, options = entry_of(spec), options_of(spec)
+    action, observation = entry.spaces(spec.task, options)
+    if entry.sentences:
+        instructions = entry.sentences(spec.task, options)
+    else:
+        instructions = entry.tasks.get(spec.task) or (str(options.get("instruction", "")),)
+    return EnvDescription(
+        action, observation, int(options["max_steps"]), list(instructions), _versions(spec.id, entry), entry.expert
+    )
+
+
+def build(spec: EnvironmentSpec) -> Simulator:
+    """Open the simulator itself. Raises NotFound if its packages are not installed here, Unavailable without OpenGL."""
+    entry, options = entry_of(spec), options_of(spec)
+    if entry.gl:
+        importlib.import_module("nexus_bus.envs.rendering").require()
+    module, name = entry.adapter.split(":")
+    try:
+        adapter = getattr(importlib.import_module(module), name)
+    except ModuleNotFoundError as error:
+        raise NotFound(
+            f"environment {spec.id}: {error.name} is not installed here: pip install 'nexus-bus[{entry.extra}]'"
+        ) from error
+    return adapter(spec, options)
+
+
+def _versions(name: str, entry: EnvironmentEntry) -> str:
+    versions: list[str] = []
+    for package in entry.packages:
+        try:
+            versions.append(f"{package} {metadata.version(package)}")
+        except metadata.PackageNotFoundError:
+            versions.append(f"{package} not installed")
+    return f"{name}-{entry.revision} ({', '.join(versions)})"

@@ -1,0 +1,68 @@
+"""Which software or hardware GL this machine can draw with. Asked before mujoco is imported, which reads MUJOCO_GL once."""
+
+import functools
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from typing import Literal, cast
+
+from nexus_bus.errors import Unavailable
+
+Backend = Literal["egl", "osmesa"]
+
+_MARK = "NEXUS_RENDERING"  # what a parent found holds for its children, which then need not probe again
+_TRY = "import mujoco; c = mujoco.GLContext(8, 8); c.make_current(); c.free()"
+_ADVICE = (
+    "no OpenGL here: as root `apt-get install libosmesa6` (software) or `apt-get install libegl1 libgl1` (EGL), "
+    "or choose an environment that draws without it, such as minigrid"
+)
+
+
+@dataclass(frozen=True)
+class Rendering:
+    """The working backend, or None and what to install."""
+
+    backend: Backend | None
+    advice: str = ""
+
+
+@functools.lru_cache(maxsize=1)
+def probe() -> Rendering:
+    """Find a backend that really makes a context: EGL, then OSMesa; a MUJOCO_GL that is set is tried first.
+
+    Each try runs in a process of its own, because a failed import of mujoco cannot be repeated. The result goes into
+    MUJOCO_GL of this process and of all its children. Call it before mujoco is imported.
+    """
+    found = os.environ.get(_MARK)
+    if found is None:
+        wished = os.environ.get("MUJOCO_GL", "").lower()
+        order = sorted(("egl", "osmesa"), key=lambda name: name != wished)
+        found = next((name for name in order if _works(name)), "none")
+        os.environ[_MARK] = found
+    if found not in ("egl", "osmesa"):
+        return Rendering(None, _ADVICE)
+    os.environ["MUJOCO_GL"] = found
+    return Rendering(cast(Backend, found))
+
+
+def require() -> None:
+    """Make sure that mujoco can draw. Raises Unavailable with the package to install."""
+    rendering = probe()
+    if rendering.backend is None:
+        raise Unavailable(rendering.advice)
+
+
+def _works(backend: str) -> bool:
+    try:
+        done = subprocess.run(  # noqa: S603 - our own interpreter and a constant
+            [sys.executable, "-c", _TRY],
+            env={**os.environ, "MUJOCO_GL": backend},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=60,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return False
+    return done.returncode == 0

@@ -1,0 +1,109 @@
+"""The policy contract: built once when a job's first version is made, checked before anything acts or learns under it."""
+
+from nexus_bus.errors import BadJob, ContractError
+from nexus_bus.models.catalog import BackboneInfo, check_head
+from nexus_bus.models.normalize import Normalize, statistics_hash
+from schemas.job import HeadSpec
+from schemas.policy import ActionSpec, Normalizer, NormMode, ObservationSpec, PolicyContract, Statistics
+
+
+def build_contract(
+    *,
+    backbone: BackboneInfo,
+    head: HeadSpec,
+    action: ActionSpec,
+    observation: ObservationSpec,
+    action_statistics: Statistics | None = None,
+    state_statistics: Statistics | None = None,
+    action_mode: NormMode = "min_max",
+    state_mode: NormMode = "mean_std",
+) -> PolicyContract:
+    """The contract of a new policy.
+
+    Without action statistics the bounds of the action space serve (finite ones; else identity), without state statistics the
+    state passes as it is: that is a policy which starts from no data.
+
+    Raises:
+        BadJob: the head does not exist or asks for an option it has not.
+        ContractError: the parts do not fit each other; the text names the field.
+    """
+    if action_statistics is None and max(map(abs, (*action.low, *action.high)), default=0.0) < float("inf"):
+        action_norm = Normalizer(mode="min_max", statistics=_bounds(action))
+    else:
+        action_norm = _normalizer(action_mode, action_statistics)
+    state_norm = _normalizer(state_mode, state_statistics)
+    sizes = {tuple(size[:2]) for size in observation.cameras.values()}
+    contract = PolicyContract(
+        backbone=backbone.name,
+        backbone_fingerprint=backbone.fingerprint,
+        head=check_head(head),
+        horizon=head.horizon,
+        query_tokens=backbone.query_tokens,
+        action=action,
+        observation=observation,
+        prompt=backbone.prompt,
+        image_size=backbone.image_size,
+        image_filter="none" if sizes <= {(backbone.image_size, backbone.image_size)} else "bicubic",
+        action_norm=action_norm,
+        state_norm=state_norm,
+        statistics_hash=statistics_hash(action_norm, state_norm),
+    )
+    check_contract(contract, backbone=backbone, action=action, observation=observation)
+    return contract
+
+
+def _normalizer(mode: NormMode, statistics: Statistics | None) -> Normalizer:
+    return Normalizer() if statistics is None else Normalizer(mode=mode, statistics=statistics)
+
+
+def _bounds(action: ActionSpec) -> Statistics:
+    middle = [(low + high) / 2 for low, high in zip(action.low, action.high, strict=True)]
+    spread = [(high - low) / 12**0.5 for low, high in zip(action.low, action.high, strict=True)]  # of a uniform one
+    low, high = list(action.low), list(action.high)
+    return Statistics(min=low, max=high, mean=middle, std=spread, q01=low, q99=high, count=0)
+
+
+def check_contract(
+    contract: PolicyContract,
+    *,
+    backbone: BackboneInfo | None = None,
+    action: ActionSpec | None = None,
+    observation: ObservationSpec | None = None,
+) -> None:
+    """Refuse a policy that does not fit what it is about to be used with.
+
+    Raises:
+        ContractError: names the field, what the policy has and what it met.
+    """
+    try:
+        check_head(contract.head)
+    except BadJob as error:
+        raise ContractError(f"contract.{error}") from error
+    _equal("head.horizon", contract.head.horizon, contract.horizon)
+    if contract.horizon > contract.query_tokens:
+        raise ContractError(
+            f"contract.horizon: {contract.horizon} actions, but {contract.backbone} ends its prompts with {contract.query_tokens} "
+            f"query tokens; choose a horizon of at most {contract.query_tokens}"
+        )
+    if not len(contract.action.low) == len(contract.action.high) == contract.action.size:
+        raise ContractError(f"contract.action: {contract.action.size} dimensions, but the bounds have another number")
+    Normalize(contract.action_norm, contract.action.size, "contract.action_norm")
+    Normalize(contract.state_norm, contract.observation.state_size, "contract.state_norm")
+    expected = statistics_hash(contract.action_norm, contract.state_norm)
+    _equal("statistics_hash", contract.statistics_hash, expected)
+    if backbone is not None:
+        _equal("backbone_fingerprint", contract.backbone_fingerprint, backbone.fingerprint)
+        _equal("image_size", contract.image_size, backbone.image_size)
+        _equal("query_tokens", contract.query_tokens, backbone.query_tokens)
+        _equal("prompt", contract.prompt, backbone.prompt)
+    if action is not None:
+        for name in ("size", "low", "high", "gripper", "rotation"):
+            _equal(f"action.{name}", getattr(contract.action, name), getattr(action, name))
+    if observation is not None:
+        _equal("observation.state_size", contract.observation.state_size, observation.state_size)
+        _equal("observation.cameras", list(contract.observation.cameras.items()), list(observation.cameras.items()))
+
+
+def _equal(field: str, has: object, met: object) -> None:
+    if has != met:
+        raise ContractError(f"contract.{field}: the policy has {has!r}, here it is {met!r}")

@@ -1,0 +1,24 @@
+"""Process settings of whoever loads torch (rollout never does; inference and trainer do). Called before torch is imported."""
+
+import os
+import sys
+
+SETTINGS = {
+    "OMP_WAIT_POLICY": "PASSIVE",  # spinning threads on shared cores cost 8×
+    "MKL_CBWR": "AUTO,STRICT",  # bit-equal products whatever the shape of the batch and the number of threads
+    "TRANSFORMERS_VERBOSITY": "error",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+
+
+def settings(threads: int = 1) -> None:
+    """Put the numeric settings in force. One thread a process, since several processes share the cores.
+
+    Raises:
+        RuntimeError: torch is already loaded, so the settings would not be seen.
+    """
+    if "torch" in sys.modules:
+        raise RuntimeError("models.process.settings() came after torch was imported: call it first in the process")
+    os.environ.update(SETTINGS)
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        os.environ[name] = str(threads)

@@ -1,0 +1,338 @@
+"""A seat: one job on one trainer. Its lease, its slot, the records that wait for their batch, and the commit.
+
+The order within a commit is the promise: blobs, then the policy version, then the training state by compare-and-set (the
+commit point), then report and event, and only then the acknowledgements. Whatever is cut off is done again with the same ids.
+"""
+
+import asyncio
+import time
+from collections.abc import Iterator
+from concurrent.futures import Executor
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from nexus_bus import registry, telemetry
+from nexus_bus.bus import Bus, Delivery
+from nexus_bus.clock import derive_seed, now
+from nexus_bus.errors import Conflict, NotFound
+from schemas.control import JobReport, Lease
+from schemas.job import Ppo
+from schemas.plan import JobState
+from schemas.policy import PolicyVersion, TrainingState
+from schemas.usage import Usage
+
+if TYPE_CHECKING:
+    from nexus_bus.learning.group import Member, MemberResult
+    from nexus_bus.worker import Context
+
+
+class Leases:
+    """Slot leases in the KV bucket `leases`. The holder's name is kept over a restart, so it takes its own lease back at once."""
+
+    def __init__(self, bus: Bus, holder: str, seconds: float) -> None:
+        self.kv = bus.kv("leases")
+        self.holder = holder
+        self.seconds = seconds
+        self.revisions: dict[tuple[str, str], tuple[int, Lease]] = {}
+
+    async def take(self, tenant: str, job: str) -> Lease | None:
+        """Take a free, expired or own lease; None if somebody else holds it."""
+        key = registry.slot_key(tenant, job)
+        entry = await self.kv.get(key, Lease)
+        if entry is not None and entry.value.holder not in ("", self.holder) and entry.value.expires > time.time():
+            return None
+        epoch = entry.value.epoch + 1 if entry is not None else 1
+        lease = Lease(tenant=tenant, job=job, holder=self.holder, epoch=epoch, expires=time.time() + self.seconds)
+        try:
+            revision = await (self.kv.create(key, lease) if entry is None else self.kv.update(key, lease, entry.revision))
+        except Conflict:
+            return None
+        self.revisions[tenant, job] = (revision, lease)
+        return lease
+
+    async def renew(self, tenant: str, job: str) -> bool:
+        """Hold it for another while; False if somebody took it."""
+        held = self.revisions.get((tenant, job))
+        if held is None:
+            return False
+        lease = msgspec.structs.replace(held[1], expires=time.time() + self.seconds)
+        try:
+            revision = await self.kv.update(registry.slot_key(tenant, job), lease, held[0])
+        except Conflict:
+            return False
+        self.revisions[tenant, job] = (revision, lease)
+        return True
+
+    async def drop(self, tenant: str, job: str) -> None:
+        """Give it up; the epoch stays, so that a stale holder is still told from a later one."""
+        held = self.revisions.pop((tenant, job), None)
+        if held is None:
+            return
+        try:
+            await self.kv.update(registry.slot_key(tenant, job), msgspec.structs.replace(held[1], holder="", expires=0.0), held[0])
+        except Conflict:
+            pass  # somebody has it already, which is what dropping is for
+
+
+@dataclass
+class Seat:
+    """One job being trained here."""
+
+    context: "Context"
+    tenant: str
+    job: str
+    state: JobState
+    lease: Lease
+    slot: Any  # models.slots.Slot
+    algorithm: Any  # learning.algorithms
+    executor: Executor
+    needed: int  # records per batch
+    trained: TrainingState | None
+    revision: int  # of the registry's training state
+    learned: int = 0  # batches learned, committed or not
+    committed: int = 0
+    version: int = -1
+    waiting: dict[int, dict[int, tuple[Any, Delivery]]] = field(default_factory=dict)  # batch → index → record
+    uncommitted: list[Delivery] = field(default_factory=list)
+    current: list[Delivery] = field(default_factory=list)  # of the step that runs now
+    used: Usage | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+    puller: Any = None
+    receiver: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def open(cls, context: "Context", state: JobState, lease: Lease, backbone: Any, executor: Executor) -> "Seat":
+        """Resume from the last commit, or begin: version 0 is published before anything is learned.
+
+        Raises:
+            Refused: the plan does not fit backbone, data or initial policy; the job cannot go on.
+        """
+        from nexus_bus.learning.start import begin_slot, resume_slot
+
+        bus, kv = context.bus, context.bus.kv("registry")
+        plan = state.plan
+        tenant, job = plan.tenant, plan.spec.name
+        entry = await kv.get(registry.state_key(tenant, job), TrainingState)
+        initial: PolicyVersion | None = None
+        weights: bytes | None = None
+        if state.init:
+            parent, _, n = state.init.partition("@")
+            found = await kv.get(registry.policy_key(tenant, parent, int(n)), PolicyVersion)
+            if found is None:
+                raise NotFound(f"init: no version {state.init!r}")
+            initial = found.value
+            weights = await bus.blobs.get(initial.weights)
+        loop = asyncio.get_running_loop()
+        slot, algorithm = await loop.run_in_executor(
+            executor, begin_slot, state, backbone, derive_seed(plan.spec.seed, "slot"), initial, weights
+        )
+        spec = plan.spec.algorithm
+        needed = spec.episodes_per_update if isinstance(spec, Ppo) else 1
+        seat = cls(context, tenant, job, state, lease, slot, algorithm, executor, needed, None, 0)
+        if entry is not None:
+            data = await bus.blobs.get(entry.value.state)
+            await loop.run_in_executor(executor, resume_slot, slot, data)
+            seat.trained, seat.revision = entry.value, entry.revision
+            seat.learned = seat.committed = entry.value.batches
+            seat.version = entry.value.version
+            await seat._report()  # the one before may have died between its commit and its report
+        else:
+            await seat.commit()
+        return seat
+
+    def put(self, message: Any, delivery: Delivery) -> None:
+        """Keep a record for its batch; of a redelivered one the newer delivery is the one to acknowledge."""
+        index = getattr(message, "index", 0)
+        if message.batch < self.learned:
+            self.uncommitted = [d for d in self.uncommitted if d.seq != delivery.seq] + [delivery]
+        else:
+            self.waiting.setdefault(message.batch, {})[index] = (message, delivery)
+
+    def ready(self) -> bool:
+        """Whether the next batch, in order, is complete."""
+        return self.learned < self.state.plan.batches and len(self.waiting.get(self.learned, {})) >= self.needed
+
+    def next_work(self) -> "Member":
+        """The next batch as work for the group; records in order of their index, whoever came first."""
+        from nexus_bus.learning.group import Member
+
+        batch = self.waiting[self.learned]
+        messages = [batch[index][0] for index in sorted(batch)]
+        self.current = [batch[index][1] for index in sorted(batch)]
+        self._lag = sum(self.version - _version(message) for message in messages)
+        return Member(self.slot, self.algorithm, self.algorithm.work(messages))
+
+    def note(self, result: "MemberResult", tenants: int) -> None:
+        """Count a learned batch; it is acknowledged at the next commit."""
+        self.waiting.pop(self.learned)
+        self.uncommitted += self.current
+        self.learned += 1
+        self.metrics = result.metrics
+        before = self.used
+        self.used = Usage(
+            tenant=self.tenant,
+            job=self.job,
+            worker=self.context.name,
+            kind="training",
+            device_s=(before.device_s if before else 0.0) + result.device_s,
+            records=(before.records if before else 0) + len(self.current),
+            steps=(before.steps if before else 0) + result.steps,
+            group_sum=(before.group_sum if before else 0) + tenants,
+            time=now(),
+        )
+        self.lag_sum += self._lag
+        self.group_sum += tenants
+        self.groups += 1
+
+    lag_sum: float = 0.0
+    group_sum: float = 0.0
+    groups: int = 0
+    _lag: float = 0.0
+
+    def due(self, every: int) -> bool:
+        """RL commits every update; SFT every so many steps, at each version and at the end."""
+        return (
+            self.publishes() or self.learned - self.committed >= every or self.learned >= self.state.plan.batches
+        )
+
+    def publishes(self) -> bool:
+        """Whether what is learned now is a policy version."""
+        spec = self.state.plan.spec.algorithm
+        if isinstance(spec, Ppo) or self.learned == 0 or spec is None:
+            return True
+        return self.learned % spec.publish_every == 0 or self.learned >= self.state.plan.batches
+
+    def held(self) -> Iterator[Delivery]:
+        """Every delivery that must not be redelivered now."""
+        yield from self.uncommitted
+        for batch in self.waiting.values():
+            for _, delivery in batch.values():
+                yield delivery
+
+    async def commit(self) -> None:
+        """Commit what was learned, publish a version if one is due, then acknowledge.
+
+        Raises:
+            Conflict: somebody with a later lease committed first; nothing was acknowledged.
+        """
+        bus, kv = self.context.bus, self.context.bus.kv("registry")
+        publish = self.publishes() and self.learned >= self.committed and (self.version < 0 or self.learned > self.committed)
+        version = self.version + 1 if publish else self.version
+        with telemetry.span("training.commit", root=True, tenant=self.tenant, job=self.job, learned=self.learned):
+            state_bytes, weights = await asyncio.get_running_loop().run_in_executor(self.executor, self._serialise, publish)
+            state_ref = await bus.blobs.put(state_bytes)
+            if weights is not None:
+                await self._publish(version, weights)
+            before = self.trained
+            trained = TrainingState(
+                tenant=self.tenant,
+                job=self.job,
+                step=self.slot.step,
+                batches=self.learned,
+                records=(before.records if before else 0) + len(self.uncommitted),
+                version=version,
+                state=state_ref,
+                epoch=self.lease.epoch,
+                device_s=(before.device_s if before else 0.0) + (self.used.device_s if self.used else 0.0),
+                lag_sum=(before.lag_sum if before else 0.0) + self.lag_sum,
+                group_sum=(before.group_sum if before else 0.0) + self.group_sum,
+                groups=(before.groups if before else 0) + self.groups,
+                metrics=self.metrics,
+            )
+            key = registry.state_key(self.tenant, self.job)
+            self.revision = await (kv.create(key, trained) if before is None else kv.update(key, trained, self.revision))
+        self.trained, self.version, self.committed = trained, version, self.learned
+        await self._account()
+        await self._report()
+        acknowledged, self.uncommitted = self.uncommitted, []
+        await asyncio.gather(*(delivery.ack() for delivery in acknowledged))
+        if before is not None and before.state.sha256 != state_ref.sha256:
+            await bus.blobs.delete(before.state)
+        self.lag_sum, self.group_sum, self.groups = 0.0, 0.0, 0
+
+    def _serialise(self, publish: bool) -> tuple[bytes, bytes | None]:
+        from nexus_bus.models.checkpoint import training_state_bytes, weights_bytes
+
+        return training_state_bytes(self.slot), weights_bytes(self.slot.module) if publish else None
+
+    async def _publish(self, n: int, weights: bytes) -> None:
+        bus, kv = self.context.bus, self.context.bus.kv("registry")
+        ref = await bus.blobs.put(weights, media_type="application/x-safetensors")
+        parent = f"{self.job}@{n - 1}" if n > 0 else (self.state.init or None)
+        policy = PolicyVersion(
+            id=f"{self.job}@{n}",
+            tenant=self.tenant,
+            job=self.job,
+            n=n,
+            parent=parent,
+            contract=self.slot.contract,
+            weights=ref,
+            created=now(),
+            step=self.slot.step,
+            records=(self.trained.records if self.trained else 0) + len(self.uncommitted),
+            seed=self.state.plan.spec.seed,
+            metrics=self.metrics,
+            trace=telemetry.current_traceparent(),
+        )
+        key = registry.policy_key(self.tenant, self.job, n)
+        start = time.time_ns()
+        try:
+            await kv.create(key, policy)
+        except Conflict:
+            # A holder that died between version and commit left it; the replay came to the same weights, or something is wrong.
+            known = await kv.get(key, PolicyVersion)
+            if known is None or known.value.weights.sha256 != ref.sha256:
+                raise Conflict(f"{policy.id} exists with other weights: another trainer published it") from None
+        for delivery in self.current:
+            telemetry.record_span(
+                "policy.publish", start, time.time_ns(), parent=delivery.headers.get("traceparent", ""),
+                attributes={"policy": policy.id, "step": self.slot.step},
+            )  # fmt: skip
+        await self.context.event(
+            "policy.published", self.tenant, job=self.job, key=f"policy/{n}", message=policy.id,
+            data={"version": n, "step": self.slot.step, **{k: float(v) for k, v in self.metrics.items()}},
+        )  # fmt: skip
+
+    async def _account(self) -> None:
+        if self.used is None:
+            return
+        used, self.used = self.used, None
+        await self.context.bus.publish(
+            "usage", used, msg_id=f"{self.tenant}/{self.job}/training/{self.learned}", tenant=self.tenant, job=self.job
+        )
+
+    async def _report(self) -> None:
+        finished = self.learned >= self.state.plan.batches
+        trained = self.trained
+        metrics = dict(self.metrics)
+        if trained is not None and trained.records:
+            metrics |= {
+                "records": float(trained.records),
+                "lag": trained.lag_sum / trained.records,
+                "group": trained.group_sum / max(1, trained.groups),
+                "train_device_s": trained.device_s,
+            }
+        report = JobReport(
+            job=self.job, kind="trained" if finished else "learned", batches=self.learned, version=self.version, metrics=metrics
+        )
+        await self.context.bus.publish(
+            "job.report", report, msg_id=f"{self.tenant}/{self.job}/learned/{self.learned}/{self.lease.epoch}",
+            tenant=self.tenant, job=self.job,
+        )  # fmt: skip
+
+    async def close(self) -> None:
+        """Stop receiving and hand back what was not committed."""
+        if self.receiver is not None:
+            self.receiver.cancel()
+        if self.puller is not None:
+            await self.puller.stop()
+        for delivery in list(self.held()):
+            await delivery.nak(0.0)
+
+
+def _version(message: Any) -> int:
+    """The version a record was made by; an SFT batch was made by none, so it never lags."""
+    policy = getattr(message, "policy", "")
+    return int(policy.rpartition("@")[2]) if policy else 0

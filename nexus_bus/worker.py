@@ -1,0 +1,129 @@
+"""The frame all roles share: settings, bus, telemetry, heartbeats, drain on SIGTERM. What a role does stands in `workers/`.
+
+A worker is a process with a role and a name. It joins the bus, says once a second that it lives and how far it got, works
+until it is told to stop, finishes or hands back what it holds, says that it drained, and ends.
+"""
+
+import asyncio
+import os
+import signal
+import socket
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import structlog
+
+from nexus_bus import config, logs, telemetry
+from nexus_bus.bus import Bus, ensure_topology
+from nexus_bus.clock import now
+from schemas.control import Heartbeat, Role
+from schemas.events import Event, EventType
+
+PROVIDER = "provider"  # the tenant of events that belong to nobody else
+GRACE_S = 8.0  # SIGTERM to the end; the supervisor kills later than that
+
+
+@dataclass
+class Pulse:
+    """What the heartbeat says: liveness is not progress, so a role counts what it has done."""
+
+    state: Literal["starting", "running", "draining"] = "starting"
+    busy: int = 0  # units of work held
+    progress: int = 0  # units of work done, and steps within one
+    gauges: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass
+class Context:
+    """What a role gets: its bus, its settings, and the event that tells it to stop."""
+
+    role: Role
+    name: str
+    bus: Bus
+    config: Any  # the frozen Struct of this role, see nexus_bus/config.py
+    stop: asyncio.Event
+    pulse: Pulse
+    log: structlog.stdlib.BoundLogger
+    host: str
+
+    async def event(self, kind: EventType, tenant: str, *, job: str = "_", key: str, message: str = "", **fields: Any) -> None:
+        """Publish an event. `key` makes it idempotent: the same key is stored once."""
+        event = Event(type=kind, tenant=tenant, job=job, time=now(), message=message, **fields)
+        await self.bus.publish("event", event, msg_id=f"event/{tenant}/{job}/{key}", tenant=tenant, job=job)
+
+
+Main = Callable[[Context], Awaitable[None]]
+
+
+def run(role: Role, main: Main, *, name: str | None = None, url: str | None = None, flags: Mapping[str, object] | None = None) -> int:
+    """Run one worker until SIGTERM or SIGINT; the return value is the process's exit code."""
+    settings = config.load(role, flags=dict(flags or {}) | ({"url": url} if url else {})).value
+    worker = name or f"{role}-{os.getpid()}"
+    logs.start(role, worker, settings.log_level)
+    try:
+        import uvloop  # noqa: PLC0415 - absent on some platforms; asyncio's own loop serves there
+    except ImportError:
+        return asyncio.run(_serve(role, worker, settings, main))
+    return uvloop.run(_serve(role, worker, settings, main))
+
+
+async def _serve(role: Role, name: str, settings: Any, main: Main) -> int:
+    log = logs.get_logger()
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(signum, stop.set)
+    bus = await Bus.connect(settings.url, name=name)
+    await ensure_topology(bus)
+    traces = telemetry.start(role, name, bus, ratio=settings.trace_ratio)
+    context = Context(role, name, bus, settings, stop, Pulse(), log, host_name())
+    beats = asyncio.create_task(_beat(context, settings.beat_s))
+    log.info("joined", url=settings.url)
+    code = 0
+    work = asyncio.ensure_future(main(context))
+    try:
+        await asyncio.wait({work, asyncio.create_task(stop.wait())}, return_when=asyncio.FIRST_COMPLETED)
+        if not work.done():
+            context.pulse.state = "draining"
+            log.info("draining", held=context.pulse.busy)
+            await asyncio.wait({work}, timeout=GRACE_S)
+        if work.done():
+            work.result()
+        else:
+            work.cancel()
+            log.warning("grace over: what was held is redelivered", held=context.pulse.busy)
+        await context.event("worker.drained", PROVIDER, key=f"{name}/{os.getpid()}/drained", message=f"{name} drained")
+    except Exception:  # the last frame of the process: log whole, end with a code the supervisor sees
+        log.exception("worker failed")
+        code = 1
+    finally:
+        beats.cancel()
+        await traces.stop()
+        await bus.close()
+    return code
+
+
+async def _beat(context: Context, every: float) -> None:
+    while True:
+        pulse = context.pulse
+        beat = Heartbeat(
+            role=context.role,
+            worker=context.name,
+            host=context.host,
+            pid=os.getpid(),
+            state=pulse.state,
+            busy=pulse.busy > 0,
+            progress=pulse.progress,
+            time=time.time(),
+            gauges=dict(pulse.gauges),
+        )
+        await context.bus.cast("health.beat", beat, role=context.role, worker=context.name)
+        await asyncio.sleep(every)
+
+
+def host_name() -> str:
+    """Name of the supervising host: set by it for its children, else this machine's, reduced to a legal token."""
+    raw = os.environ.get("NEXUS_HOST", socket.gethostname()).lower()
+    return "".join(c if c.isalnum() or c in "-_" else "-" for c in raw).strip("-_")[:63] or "host"

@@ -1,0 +1,341 @@
+"""Environment: sessions of real simulators, and the dataset side of the Environment Service.
+
+Reads   env.open and env.session (core requests of rollout workers and tenants), ROLLOUT (env.prepare, env.feed).
+Writes  TRAINING (SFT batches), JOBS (prepared reports), datasets below the data root.
+Killed  its sessions are gone: whoever held one opens another and plays the episode again from its seed. A half-recorded
+        dataset is never finalised, a half-done feed order is redelivered; batches carry ids and are stored once.
+"""
+
+import asyncio
+import json
+import sys
+import time
+import uuid
+from collections import OrderedDict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from nexus_bus import worker
+from nexus_bus.bus import Bus, Delivery, Done, Durable, Incoming, Outcome, Reject, Service
+from nexus_bus.clock import now
+from nexus_bus.data.reader import Dataset
+from nexus_bus.data.sampler import batch_indices
+from nexus_bus.envs.catalog import describe
+from nexus_bus.envs.host import SimulatorHost
+from nexus_bus.errors import ContractError, EnvironmentFault, NexusError, NotFound, Refused, Unavailable
+from nexus_bus.tensors import encode_image, to_tensor
+from nexus_bus.worker import Context
+from schemas.base import Image
+from schemas.control import JobReport, Role
+from schemas.environment import (
+    FeedOrder,
+    Observation,
+    PrepareOrder,
+    SessionCall,
+    SessionOpen,
+    SessionOpened,
+    SessionReply,
+)
+from schemas.job import EnvironmentSpec
+from schemas.training import TrainingBatch, TrainingSample
+from schemas.usage import Usage
+
+ROLE: Role = "environment"
+
+DURABLE = Durable(
+    stream="ROLLOUT", name="environment", filters=("env.prepare.*.*", "env.feed.*.*"), max_ack_pending=64, max_deliver=5
+)
+ENCODED_FRAMES = 20_000  # pictures kept encoded for later epochs: about 8 KB each
+SWEEP_S = 1.0
+USAGE_S = 2.0
+
+
+@dataclass
+class Held:
+    """One open session: a simulator in a host process, leased to whoever opened it."""
+
+    tenant: str
+    job: str
+    spec: EnvironmentSpec
+    host: SimulatorHost
+    sid: int
+    service: Service
+    lease_s: float
+    expires: float
+    busy: bool = False
+
+
+class Environment:
+    """Holds sessions and reads datasets."""
+
+    def __init__(self, context: Context) -> None:
+        self.context = context
+        self.bus: Bus = context.bus
+        self.root = Path(context.config.data_root)
+        self.hosts: dict[tuple[str, str], asyncio.Task[SimulatorHost]] = {}  # one process per tenant and simulator kind
+        self.idle: dict[tuple[str, bytes], list[tuple[SimulatorHost, int]]] = {}  # closed sessions, kept warm
+        self.held: dict[str, Held] = {}
+        self.datasets: dict[Path, Dataset] = {}
+        self.encoded: OrderedDict[tuple[Path, int, str], dict[str, Image]] = OrderedDict()
+        self.usage: dict[tuple[str, str], list[float]] = {}  # (tenant, job) → [device_s, steps] not yet published
+
+    # Sessions
+
+    async def open(self, request: SessionOpen, incoming: Incoming) -> SessionOpened:
+        """Lease a session, after the specs of policy and environment were compared."""
+        tenant = incoming.tokens["tenant"]
+        if len(self.held) >= self.context.config.sessions:
+            raise Unavailable(f"environment worker {self.context.name} holds {len(self.held)} sessions, its limit; try again")
+        known = describe(request.environment)
+        _fits(request, known.action, known.observation)
+        name = uuid.uuid4().hex[:16]
+        host, sid = await self._simulator(tenant, request.environment)
+        service = await self.bus.serve("env.session", self.call, tenant=tenant, session=name)
+        self.held[name] = Held(
+            tenant, request.job, request.environment, host, sid, service, request.lease_s, time.monotonic() + request.lease_s
+        )
+        self._gauge()
+        return SessionOpened(
+            session=name, subject=f"env.session.{tenant}.{name}", worker=self.context.name, version=known.simulator
+        )
+
+    async def call(self, request: SessionCall, incoming: Incoming) -> SessionReply:
+        """One call on a session. A fault of the simulator ends its process and is told as a fault, never as a reward."""
+        name = incoming.tokens["session"]
+        held = self.held.get(name)
+        if held is None:
+            raise EnvironmentFault(f"session {name} is gone; open another")
+        if held.busy:
+            raise Refused(f"session {name} has a call running; one at a time")
+        held.busy = True
+        self.context.pulse.busy += 1
+        try:
+            reply = await held.host.call(held.sid, request, held.spec.image_encoding)
+        except EnvironmentFault:
+            await self._lost(held.host)
+            raise
+        finally:
+            held.busy = False
+            held.expires = time.monotonic() + held.lease_s
+            self.context.pulse.busy -= 1
+            self.context.pulse.progress += 1
+        share = self.usage.setdefault((held.tenant, held.job), [0.0, 0.0])
+        share[0] += reply.device_s
+        share[1] += len(reply.rewards)
+        if request.op == "close":
+            await self._release(name, keep=True)
+        return reply
+
+    async def _simulator(self, tenant: str, spec: EnvironmentSpec) -> tuple[SimulatorHost, int]:
+        kept = self.idle.get((tenant, msgspec.json.encode(spec)), [])
+        while kept:
+            host, sid = kept.pop()
+            if host.alive:
+                return host, sid
+        key = (tenant, spec.id)
+        task = self.hosts.get(key)
+        if task is None or (task.done() and (task.exception() is not None or not task.result().alive)):
+            task = self.hosts[key] = asyncio.create_task(SimulatorHost.start(call_timeout=self.context.config.call_timeout_s))
+        host = await asyncio.shield(task)
+        return host, await host.open(spec)
+
+    async def _release(self, name: str, *, keep: bool) -> None:
+        held = self.held.pop(name, None)
+        if held is None:
+            return
+        await held.service.stop()
+        if keep and held.host.alive:
+            self.idle.setdefault((held.tenant, msgspec.json.encode(held.spec)), []).append((held.host, held.sid))
+        self._gauge()
+
+    async def _lost(self, host: SimulatorHost) -> None:
+        """Every session of a dead simulator process is gone at once; the others of this worker go on."""
+        for name in [n for n, held in self.held.items() if held.host is host]:
+            await self._release(name, keep=False)
+        await host.stop()
+
+    async def sweep(self) -> None:
+        """End sessions whose lease ran out, and publish what was used."""
+        published = time.monotonic()
+        while True:
+            await asyncio.sleep(SWEEP_S)
+            clock = time.monotonic()
+            for name in [n for n, held in self.held.items() if not held.busy and held.expires < clock]:
+                self.context.log.warning("session lease ran out", session=name, tenant=self.held[name].tenant)
+                await self._release(name, keep=True)
+            if clock - published > USAGE_S:
+                published = clock
+                await self.flush_usage()
+
+    async def flush_usage(self) -> None:
+        """Publish what sessions used since the last time."""
+        taken, self.usage = self.usage, {}
+        for (tenant, job), (seconds, steps) in taken.items():
+            entry = Usage(
+                tenant=tenant, job=job, worker=self.context.name, kind="environment", device_s=seconds, steps=int(steps), time=now()
+            )
+            await self.bus.publish("usage", entry, msg_id=uuid.uuid4().hex, tenant=tenant, job=job)
+
+    def _gauge(self) -> None:
+        self.context.pulse.gauges["sessions"] = len(self.held)
+
+    # Datasets
+
+    async def handle(self, delivery: Delivery) -> Outcome:
+        """Prepare a dataset, or feed batches from one."""
+        self.context.pulse.busy += 1
+        message: PrepareOrder | FeedOrder = delivery.message
+        try:
+            if isinstance(message, PrepareOrder):
+                await self.prepare(message)
+            else:
+                await self.feed(message)
+        except Refused as error:
+            report = JobReport(job=message.job, kind="failed", reason=str(error))
+            await self.bus.publish(
+                "job.report", report, msg_id=f"{delivery.msg_id}/failed", tenant=message.tenant, job=message.job
+            )
+            return Reject(str(error))
+        finally:
+            self.context.pulse.busy -= 1
+            self.context.pulse.progress += 1
+        return Done()
+
+    def directory(self, tenant: str, dataset: str) -> Path:
+        """The directory of a tenant's dataset. Raises NotFound for a name that leaves the tenant's own root."""
+        root = (self.root / tenant).resolve()
+        path = (root / dataset).resolve()
+        if path == root or not path.is_relative_to(root):
+            raise NotFound(f"data.dataset: {dataset!r} is not a directory below the tenant's data root")
+        return path
+
+    async def prepare(self, order: PrepareOrder) -> None:
+        """Record from the expert if asked to, open the dataset, report its frames and statistics."""
+        path = self.directory(order.tenant, order.dataset)
+        if order.expert is not None:
+            await self._record(order, path)
+        dataset = await self._dataset(path)
+        report = JobReport(
+            job=order.job,
+            kind="prepared",
+            frames=len(dataset),
+            state_statistics=dataset.stats("observation.state"),
+            action_statistics=dataset.stats("action"),
+        )
+        await self.bus.publish(
+            "job.report", report, msg_id=f"{order.tenant}/{order.job}/prepared", tenant=order.tenant, job=order.job
+        )
+
+    async def _record(self, order: PrepareOrder, path: Path) -> None:
+        document = json.dumps(
+            {"environment": msgspec.to_builtins(order.environment), "expert": msgspec.to_builtins(order.expert), "root": str(path)}
+        )
+        # A child, because simulators are native code: if it dies, this worker and its sessions live.
+        child = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "nexus_bus.data.record", document,
+            stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, limit=1 << 20,
+        )  # fmt: skip
+        try:
+            out, err = await child.communicate()
+        finally:
+            if child.returncode is None:
+                child.kill()
+        self.datasets.pop(path, None)
+        if child.returncode != 0:
+            tail = err.decode(errors="replace").strip().splitlines()[-1:] or ["no output"]
+            self.context.log.error("recording failed", stderr=err.decode(errors="replace")[-4000:])
+            raise EnvironmentFault(f"recording demonstrations ended with code {child.returncode}: {tail[0]}")
+        self.context.log.info("recorded", job=order.job, info=out.decode(errors="replace").strip().splitlines()[-1])
+
+    async def _dataset(self, path: Path) -> Dataset:
+        if path not in self.datasets:
+            if not path.is_dir():
+                raise NotFound(f"data.dataset: no dataset {path.name!r}")
+            self.datasets[path] = await asyncio.to_thread(Dataset, path)
+        return self.datasets[path]
+
+    async def feed(self, order: FeedOrder) -> None:
+        """Put batches [first, last) on the Training Queue."""
+        path = self.directory(order.tenant, order.dataset)
+        dataset = await self._dataset(path)
+        for number in range(order.first, order.last):
+            batch = await asyncio.to_thread(self._batch, path, dataset, order, number)
+            await self.bus.publish(
+                "train.batch", batch, msg_id=f"{order.tenant}/{batch.id}", tenant=order.tenant, job=order.job
+            )
+            self.context.pulse.progress += 1
+
+    def _batch(self, path: Path, dataset: Dataset, order: FeedOrder, number: int) -> TrainingBatch:
+        samples: list[TrainingSample] = []
+        for index in batch_indices(len(dataset), order.seed, number, order.batch_size):
+            chunk = dataset.chunk(int(index), order.horizon)
+            images = self._images(path, dataset, int(index), order.image_encoding)
+            observation = Observation(
+                images=images, state=to_tensor(chunk.state.astype(np.float32)), instruction=chunk.instruction
+            )
+            samples.append(
+                TrainingSample(
+                    observation=observation,
+                    actions=to_tensor(chunk.actions.astype(np.float32)),
+                    action_is_pad=to_tensor(chunk.is_pad.astype(np.bool_)),
+                )
+            )
+        return TrainingBatch(id=f"{order.job}/{number}", tenant=order.tenant, job=order.job, batch=number, samples=samples)
+
+    def _images(self, path: Path, dataset: Dataset, index: int, encoding: Any) -> dict[str, Image]:
+        key = (path, index, encoding)
+        found = self.encoded.get(key)
+        if found is None:
+            found = {camera: encode_image(picture, encoding) for camera, picture in dataset.images(index).items()}
+            self.encoded[key] = found
+            if len(self.encoded) > ENCODED_FRAMES:
+                self.encoded.popitem(last=False)
+        return found
+
+    async def close(self) -> None:
+        """End every simulator process."""
+        for name in list(self.held):
+            await self._release(name, keep=False)
+        for task in self.hosts.values():
+            if task.done() and task.exception() is None:
+                await task.result().stop()
+        await self.flush_usage()
+
+
+def _fits(request: SessionOpen, action: Any, observation: Any) -> None:
+    """Refuse a policy that does not fit the environment, by the name of what differs."""
+    for name, wanted, given in (
+        ("action.size", action.size, request.action.size),
+        ("action.gripper", action.gripper, request.action.gripper),
+        ("action.rotation", action.rotation, request.action.rotation),
+        ("observation.state_size", observation.state_size, request.observation.state_size),
+        ("observation.cameras", dict(observation.cameras), dict(request.observation.cameras)),
+    ):
+        if wanted != given:
+            raise ContractError(f"{name}: the environment has {wanted}, the policy expects {given}")
+
+
+async def main(context: Context) -> None:
+    """Serve until told to stop."""
+    environment = Environment(context)
+    service = await context.bus.serve("env.open", environment.open, queue="environment", tenant="*")
+    sweeping = asyncio.create_task(environment.sweep())
+    context.pulse.state = "running"
+    try:
+        await context.bus.consume(DURABLE, environment.handle, concurrency=context.config.feeds, stop=context.stop)
+    except NexusError:
+        context.log.exception("the bus went away for good")
+        raise
+    finally:
+        await service.stop()
+        sweeping.cancel()
+        await environment.close()
+
+
+def run(**options: Any) -> int:
+    """Entry point of `nexus worker environment`."""
+    return worker.run(ROLE, main, **options)

@@ -1,0 +1,261 @@
+"""Rollout: plays episodes, a session of the Environment Service on one side and the Inference Queue on the other.
+
+Reads   ROLLOUT (rollout.run), answers of inference workers on its inbox.
+Writes  INFERENCE (infer.request), TRAINING (rollout records), JOBS (episode reports).
+Killed  the order was not acknowledged and is played again, by anybody, to the same record under the same id: seeds and the
+        policy version are in the order.
+"""
+
+import asyncio
+import time
+import uuid
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from nexus_bus import telemetry, worker
+from nexus_bus.bus import Bus, Delivery, Done, Durable, Outcome, Reject, Retry
+from nexus_bus.errors import EnvironmentFault, Refused, Unavailable, from_code
+from nexus_bus.tensors import from_tensor, to_tensor
+from nexus_bus.worker import Context
+from schemas.base import Tensor
+from schemas.control import JobReport, Role
+from schemas.environment import Observation, SessionCall, SessionOpen, SessionOpened, SessionReply
+from schemas.inference import InferenceReply, InferenceRequest
+from schemas.rollout import EpisodeResult, RolloutOrder, RolloutRecord, RolloutStep
+
+ROLE: Role = "rollout"
+
+DURABLE = Durable(stream="ROLLOUT", name="rollout", filters=("rollout.run.*.*",), max_ack_pending=256, max_deliver=8)
+
+
+@dataclass
+class Episode:
+    """What has happened so far in the episode of one order."""
+
+    order: RolloutOrder
+    steps: list[RolloutStep] = field(default_factory=list)
+    rewards: list[float] = field(default_factory=list)
+    successes: list[bool] = field(default_factory=list)
+    last: SessionReply = field(default_factory=SessionReply)
+    final_value: float = 0.0
+
+    @property
+    def success(self) -> bool:
+        """Whether the episode counts as solved, by the order's rule."""
+        if not self.successes:
+            return False
+        return any(self.successes) if self.order.success == "any_step" else self.successes[-1]
+
+
+class Rollout:
+    """Plays orders, many at a time."""
+
+    def __init__(self, context: Context) -> None:
+        self.context = context
+        self.bus: Bus = context.bus
+        self.waiting: dict[str, asyncio.Future[InferenceReply]] = {}
+        self.inbox = ""
+
+    async def open(self) -> None:
+        """Make the inbox that answers come to."""
+        self.inbox = (await self.bus.inbox("infer.reply", self._answered)).subject
+
+    async def handle(self, delivery: Delivery) -> Outcome:
+        """Play one order to its end, and hand on what it gave."""
+        order: RolloutOrder = delivery.message
+        name = f"{order.job}/{order.purpose}/{order.batch}/{order.index}"
+        self.context.pulse.busy += 1
+        started = time.monotonic()
+        asked = telemetry.link_from(delivery.headers.get("traceparent", ""))
+        try:
+            # Each record has a trace of its own; the job's trace is a link, or one trace would hold thousands of episodes.
+            with telemetry.span(
+                "rollout.episode", root=True, links=[asked] if asked else [], tenant=order.tenant, job=order.job, record=name
+            ):
+                episode, simulator = await self._play(order)
+                if order.purpose == "train":
+                    await self._hand_on(episode, name, simulator)
+                await self._report(episode, name, simulator, time.monotonic() - started)
+        except (Unavailable, EnvironmentFault) as error:
+            self.context.log.warning("episode is played again", record=name, error=str(error), delivery=delivery.num_delivered)
+            if delivery.num_delivered >= DURABLE.max_deliver:
+                return await self._give_up(delivery, order, error)
+            return Retry(min(8.0, 0.25 * 2**delivery.num_delivered), str(error))
+        except Refused as error:
+            return await self._give_up(delivery, order, error)
+        finally:
+            self.context.pulse.busy -= 1
+        return Done()
+
+    async def _play(self, order: RolloutOrder) -> tuple[Episode, str]:
+        opened = await self._open_session(order)
+        episode = Episode(order)
+        try:
+            reply = await self._call(order, opened, SessionCall(op="reset", seed=order.seed, trial=order.index))
+            while not (reply.terminated or reply.truncated):
+                seen = _observation(reply)
+                answer = await self._infer(order, seen, len(episode.steps))
+                actions = from_tensor(_tensor(answer.actions))[: order.execute]
+                reply = await self._call(order, opened, SessionCall(op="step", actions=to_tensor(np.ascontiguousarray(actions))))
+                self._note(episode, seen, answer, reply)
+            if reply.truncated and not reply.terminated and order.purpose == "train":
+                final = await self._infer(order, _observation(reply), len(episode.steps))
+                episode.final_value = final.value or 0.0
+            return episode, opened.version
+        finally:
+            try:
+                await self._call(order, opened, SessionCall(op="close"))
+            except (Unavailable, EnvironmentFault, Refused) as error:
+                # The session's lease ends it; an error here must not hide the one that brought us here.
+                self.context.log.info("session not closed", session=opened.session, error=str(error))
+
+    def _note(self, episode: Episode, seen: Observation, answer: InferenceReply, reply: SessionReply) -> None:
+        executed = len(reply.rewards)
+        if executed == 0:
+            raise EnvironmentFault("the environment executed no action of the chunk and did not end the episode")
+        episode.steps.append(
+            RolloutStep(
+                observation=seen,
+                actions=answer.sample or _tensor(answer.actions),
+                log_prob=sum((answer.log_prob or [])[:executed]),
+                value=answer.value or 0.0,
+                executed=executed,
+                rewards=reply.rewards,
+                version=answer.policy,
+                feature_id=answer.feature_id,
+            )
+        )
+        episode.rewards += reply.rewards
+        episode.successes += reply.successes
+        episode.last = reply
+        self.context.pulse.progress += 1
+
+    async def _open_session(self, order: RolloutOrder) -> SessionOpened:
+        request = SessionOpen(
+            tenant=order.tenant,
+            job=order.job,
+            environment=order.environment,
+            action=order.action,
+            observation=order.observation,
+            lease_s=self.context.config.session_lease_s,
+        )
+        return await self.bus.request("env.open", request, timeout=self.context.config.open_timeout_s, tenant=order.tenant)
+
+    async def _call(self, order: RolloutOrder, opened: SessionOpened, call: SessionCall) -> SessionReply:
+        with telemetry.span(f"environment.{call.op}"):
+            return await self.bus.request(
+                "env.session", call, timeout=self.context.config.call_timeout_s, tenant=order.tenant, session=opened.session
+            )
+
+    async def _infer(self, order: RolloutOrder, observation: Observation, step: int) -> InferenceReply:
+        request = InferenceRequest(
+            id=uuid.uuid4().hex,
+            job=order.job,
+            policy=order.policy,
+            observation=observation,
+            greedy=order.greedy,
+            seed=(order.noise_seed + step * 7919) % 2**48,
+            deadline=time.time() + self.context.config.infer_timeout_s,
+        )
+        future: asyncio.Future[InferenceReply] = asyncio.get_running_loop().create_future()
+        self.waiting[request.id] = future
+        try:
+            with telemetry.span("inference.request", policy=order.policy):
+                await self.bus.publish(
+                    "infer.request", request, msg_id=request.id, headers={"Nexus-Reply-To": self.inbox}, tenant=order.tenant
+                )
+                reply = await asyncio.wait_for(future, self.context.config.infer_timeout_s)
+        except TimeoutError as error:
+            raise Unavailable(f"no answer from inference within {self.context.config.infer_timeout_s:g} s") from error
+        finally:
+            del self.waiting[request.id]
+        if reply.error:
+            raise from_code(reply.error_code, reply.error)
+        return reply
+
+    async def _answered(self, reply: InferenceReply, _headers: dict[str, str]) -> None:
+        future = self.waiting.get(reply.id)
+        if future is not None and not future.done():
+            future.set_result(reply)
+
+    async def _hand_on(self, episode: Episode, name: str, simulator: str) -> None:
+        order, last = episode.order, episode.last
+        record = RolloutRecord(
+            id=name,
+            tenant=order.tenant,
+            job=order.job,
+            batch=order.batch,
+            index=order.index,
+            policy=order.policy,
+            task=order.environment.task,
+            seed=order.seed,
+            trial=order.index,
+            steps=episode.steps,
+            terminated=last.terminated,
+            truncated=last.truncated,
+            end=last.end,
+            success=episode.success,
+            final_observation=last.observation if last.truncated else None,
+            final_value=episode.final_value,
+            episode_return=sum(episode.rewards),
+            length=len(episode.rewards),
+            environment=simulator,
+        )
+        with telemetry.span("record.publish"):
+            await self.bus.publish("train.record", record, msg_id=f"{order.tenant}/{name}", tenant=order.tenant, job=order.job)
+
+    async def _report(self, episode: Episode, name: str, simulator: str, seconds: float) -> None:
+        order = episode.order
+        result = EpisodeResult(
+            job=order.job,
+            purpose=order.purpose,
+            batch=order.batch,
+            index=order.index,
+            policy=order.policy,
+            seed=order.seed,
+            success=episode.success,
+            episode_return=sum(episode.rewards),
+            length=len(episode.rewards),
+            end=episode.last.end,
+            environment=simulator,
+            seconds=seconds,
+        )
+        report = JobReport(job=order.job, kind="episode", episode=result)
+        await self.bus.publish(
+            "job.report", report, msg_id=f"{order.tenant}/{name}/report", tenant=order.tenant, job=order.job
+        )
+
+    async def _give_up(self, delivery: Delivery, order: RolloutOrder, error: Exception) -> Outcome:
+        """An order that cannot be played fails its job by name; a missing episode would leave it waiting for ever."""
+        report = JobReport(job=order.job, kind="failed", reason=f"{order.purpose} episode {order.index}: {error}")
+        await self.bus.publish(
+            "job.report", report, msg_id=f"{delivery.msg_id}/failed", tenant=order.tenant, job=order.job
+        )
+        return Reject(str(error))
+
+
+def _observation(reply: SessionReply) -> Observation:
+    if reply.observation is None:
+        raise EnvironmentFault("the environment answered without an observation")
+    return reply.observation
+
+
+def _tensor(value: Tensor | None) -> Tensor:
+    if value is None:
+        raise Unavailable("inference answered without actions")
+    return value
+
+
+async def main(context: Context) -> None:
+    """Serve until told to stop."""
+    rollout = Rollout(context)
+    await rollout.open()
+    context.pulse.state = "running"
+    await context.bus.consume(DURABLE, rollout.handle, concurrency=context.config.concurrency, stop=context.stop)
+
+
+def run(**options: Any) -> int:
+    """Entry point of `nexus worker rollout`."""
+    return worker.run(ROLE, main, **options)

@@ -1,0 +1,256 @@
+"""Trainer: takes slots, learns from the Training Queue in group batches, publishes policy versions.
+
+Reads   registry (jobs), TRAINING (a durable consumer per job), blobs.
+Writes  registry (policy versions, training states), blobs, JOBS (learned reports), EVENTS, USAGE; leases.
+Killed  records are acknowledged only after the state that learned them is committed, so whoever takes the slot resumes from
+        the last commit and meets the same records again, in order of their batch number: the same weights come out.
+"""
+
+import asyncio
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+from nexus_bus import registry, telemetry, worker
+from nexus_bus.bus import Bus, Delivery, training_durable
+from nexus_bus.errors import BadMessage, Conflict, Refused
+from nexus_bus.models import process
+from nexus_bus.seat import Leases, Seat
+from nexus_bus.worker import Context
+from schemas.control import JobReport, Role
+from schemas.plan import TERMINAL, JobState
+
+if TYPE_CHECKING:
+    from nexus_bus.learning.group import MemberResult
+
+ROLE: Role = "trainer"
+
+ACTIVE = frozenset({"preparing", "evaluating_before", "training"})
+TICK_S = 1.0
+HOLD_S = 3.0  # below the consumer's ack_wait
+
+
+class Trainer:
+    """Seats jobs on slots, and steps all that are ready together."""
+
+    def __init__(self, context: Context) -> None:
+        self.context = context
+        self.bus: Bus = context.bus
+        self.kv = context.bus.kv("registry")
+        self.leases = Leases(context.bus, context.name, context.config.lease_s)
+        self.jobs: dict[str, JobState] = {}
+        self.seats: dict[str, Seat] = {}
+        self.compute = ThreadPoolExecutor(max_workers=1, thread_name_prefix="step")
+        self.arrived = asyncio.Event()
+        self.backbone: Any = None
+        self.group: Any = None
+
+    async def load(self) -> None:
+        """Load torch and the backbone off the loop."""
+        settings = self.context.config
+
+        def work() -> None:
+            from nexus_bus.learning.group import GroupTrainer
+            from nexus_bus.models.backbone import Backbone
+            from nexus_bus.models.cache import FeatureCache
+
+            self.backbone = Backbone.load(settings.base, device=settings.device, profile=settings.profile)
+            cache = FeatureCache(settings.cache_dir, settings.cache_memory_bytes, settings.cache_disk_bytes)
+            self.group = GroupTrainer(self.backbone, cache)
+
+        await asyncio.get_running_loop().run_in_executor(self.compute, work)
+        self.context.log.info("backbone resident", base=settings.base, fingerprint=self.backbone.fingerprint[:12])
+
+    # Which jobs to serve
+
+    async def watch(self) -> None:
+        """Follow the registry's jobs; seat what needs a slot, release what no longer does."""
+        async for key, entry in self.kv.watch("job.", JobState):
+            if entry is None or entry.value.phase in TERMINAL:
+                self.jobs.pop(key, None)
+            else:
+                self.jobs[key] = entry.value
+            await self.reconcile(key)
+
+    async def reconcile(self, key: str) -> None:
+        """Make one job's seat agree with its phase."""
+        state = self.jobs.get(key)
+        wanted = state is not None and state.phase in ACTIVE and state.plan.spec.kind != "eval"
+        seat = self.seats.get(key)
+        if seat is not None and not wanted:
+            await self.release(key)
+        elif seat is None and wanted and state is not None and len(self.seats) < self.context.config.slots:
+            await self.seat(key, state)
+
+    async def seat(self, key: str, state: JobState) -> None:
+        """Take the lease and make the slot ready; somebody else's lease is left alone."""
+        tenant, job = state.plan.tenant, state.plan.spec.name
+        lease = await self.leases.take(tenant, job)
+        if lease is None or key in self.seats:
+            return
+        try:
+            seat = await Seat.open(self.context, state, lease, self.backbone, self.compute)
+        except Refused as error:
+            await self.fail(tenant, job, str(error))
+            await self.leases.drop(tenant, job)
+            return
+        self.seats[key] = seat
+        seat.receiver = asyncio.create_task(self.receive(seat))
+        self.context.log.info("slot taken", tenant=tenant, job=job, epoch=lease.epoch, learned=seat.learned)
+        self.gauges()
+
+    async def release(self, key: str) -> None:
+        """Give a slot up; what was not learned goes back to the queue."""
+        seat = self.seats.pop(key, None)
+        if seat is None:
+            return
+        await seat.close()
+        await self.leases.drop(seat.tenant, seat.job)
+        self.context.log.info("slot released", tenant=seat.tenant, job=seat.job, learned=seat.learned)
+        self.gauges()
+
+    async def receive(self, seat: Seat) -> None:
+        """Move records from the queue into their batches."""
+        durable = training_durable(seat.tenant, seat.job)
+        puller = seat.puller = await self.bus.pull(durable, batch=64)
+        while True:
+            for delivery in await puller.get(64, wait=1.0):
+                await self.admit(seat, delivery)
+
+    async def admit(self, seat: Seat, delivery: Delivery) -> None:
+        """Put one record into its batch; a learned one is acknowledged again, an unreadable one is a dead letter."""
+        try:
+            message: Any = delivery.decode()
+        except BadMessage as error:
+            await delivery.reject(str(error))
+            await self.context.event("record.dead", seat.tenant, job=seat.job, key=delivery.msg_id, message=str(error))
+            return
+        if message.batch < seat.committed:
+            await delivery.ack()
+            return
+        seat.put(message, delivery)
+        if seat.ready():
+            self.arrived.set()
+
+    # Learning
+
+    async def serve(self) -> None:
+        """Step whenever somebody's batch is complete, everybody whose batch is complete together."""
+        while not self.context.stop.is_set():
+            if not any(seat.ready() for seat in self.seats.values()):
+                self.arrived.clear()
+                try:
+                    await asyncio.wait_for(self.arrived.wait(), 0.25)
+                except TimeoutError:
+                    continue
+            await asyncio.sleep(self.context.config.group_wait_ms / 1000)  # T of the group batch: let neighbours complete theirs
+            await self.step([seat for seat in self.seats.values() if seat.ready()])
+        for key in list(self.seats):
+            await self.commit(self.seats[key], force=True)
+            await self.release(key)
+
+    async def step(self, seats: list[Seat]) -> None:
+        """One grouped step: each seat's next batch."""
+        if not seats:
+            return
+        self.context.pulse.busy += 1
+        start = time.time_ns()
+        try:
+            loop = asyncio.get_running_loop()
+            works = await loop.run_in_executor(self.compute, lambda: [seat.next_work() for seat in seats])
+            results: list[MemberResult] = await loop.run_in_executor(self.compute, self.group.run, works)
+        finally:
+            self.context.pulse.busy -= 1
+        end = time.time_ns()
+        self.trace(seats, start, end)
+        for seat, result in zip(seats, results, strict=True):
+            self.context.pulse.progress += 1
+            key = registry.job_key(seat.tenant, seat.job)
+            if self.seats.get(key) is not seat:
+                continue  # cancelled, or lost to another trainer, while the step ran
+            if result.error:
+                await self.fail(seat.tenant, seat.job, result.error)
+                await self.release(key)
+                continue
+            seat.note(result, tenants=len(seats))
+            await self.commit(seat)
+        self.context.pulse.gauges["group_size"] = len(seats)
+
+    async def commit(self, seat: Seat, *, force: bool = False) -> None:
+        """Commit a seat when it is due; a stale lease ends the seat, and nothing of it was published."""
+        if not seat.uncommitted or not (force or seat.due(self.context.config.commit_every)):
+            return
+        try:
+            await seat.commit()
+        except Conflict as error:
+            self.context.log.warning("slot lost", tenant=seat.tenant, job=seat.job, error=str(error))
+            await self.release(registry.job_key(seat.tenant, seat.job))
+
+    def trace(self, seats: list[Seat], start: int, end: int) -> None:
+        """The grouped step as a span of its own, and in each record's trace: how long it waited, what it became part of."""
+        members = [delivery for seat in seats for delivery in seat.current]
+        links = [link for delivery in members if (link := telemetry.link_from(delivery.headers.get("traceparent", "")))]
+        group = telemetry.record_span(
+            "training.group", start, end, attributes={"tenants": len(seats), "records": len(members)}, links=links[:128]
+        )
+        group_link = telemetry.link_from(group)
+        for seat in seats:
+            for delivery in seat.current:
+                parent = delivery.headers.get("traceparent", "")
+                telemetry.record_span("training.queue", delivery.published_ns, start, parent=parent)
+                telemetry.record_span(
+                    "training.step", start, end, parent=parent, links=[group_link] if group_link else [],
+                    attributes={"job": seat.job, "batch": seat.learned, "tenants": len(seats)},
+                )  # fmt: skip
+
+    async def fail(self, tenant: str, job: str, reason: str) -> None:
+        """Tell the master; it ends the job and says so."""
+        report = JobReport(job=job, kind="failed", reason=reason)
+        await self.bus.publish("job.report", report, msg_id=f"{tenant}/{job}/failed/{time.time_ns()}", tenant=tenant, job=job)
+
+    # Keeping what is held
+
+    async def hold(self) -> None:
+        """Keep records from being redelivered while their batch fills or their commit is not yet due."""
+        while True:
+            await asyncio.sleep(HOLD_S)
+            for seat in list(self.seats.values()):
+                for delivery in seat.held():
+                    await delivery.in_progress()
+
+    async def tick(self) -> None:
+        """Renew leases, and look again at jobs that found no slot or no lease."""
+        while True:
+            await asyncio.sleep(TICK_S)
+            for key, seat in list(self.seats.items()):
+                if not await self.leases.renew(seat.tenant, seat.job):
+                    self.context.log.warning("lease lost", tenant=seat.tenant, job=seat.job)
+                    await self.release(key)
+            for key in list(self.jobs):
+                await self.reconcile(key)
+
+    def gauges(self) -> None:
+        """What the heartbeat shows."""
+        self.context.pulse.gauges["slots"] = len(self.seats)
+
+
+async def main(context: Context) -> None:
+    """Serve until told to stop."""
+    process.settings(context.config.threads)
+    trainer = Trainer(context)
+    await trainer.load()
+    background = [asyncio.create_task(work()) for work in (trainer.watch, trainer.hold, trainer.tick)]
+    context.pulse.state = "running"
+    serving = asyncio.create_task(trainer.serve())
+    done, _ = await asyncio.wait({serving, *background}, return_when=asyncio.FIRST_COMPLETED)
+    for task in background:
+        task.cancel()
+    for task in done:  # a background task that ended by itself failed: end the process, the health manager starts it anew
+        task.result()
+
+
+def run(**options: Any) -> int:
+    """Entry point of `nexus worker trainer`."""
+    return worker.run(ROLE, main, **options)
+
+
