@@ -4,6 +4,7 @@ World frame: x towards the camera, y to the right in the picture, z up; metres. 
 along each axis and takes 80 ms of physics. "left", "right", "forward" (away from the viewer) and "back" are the picture's.
 """
 
+import atexit
 import math
 import threading
 from dataclasses import dataclass, field
@@ -93,6 +94,12 @@ class _Stage:
 
 
 _stages: dict[tuple[int, int, int], _Stage] = {}
+
+
+@atexit.register
+def _close_stages() -> None:  # a renderer that outlives EGL complains while the interpreter ends
+    while _stages:
+        _stages.popitem()[1].close()
 
 
 class Tabletop:

@@ -146,4 +146,6 @@ class Backbone:
             Prompt([noise.integers(0, 256, (size, size, 3), dtype=np.uint8)], "go " * (1 + 5 * (i % 3))) for i in range(5)
         ]
         together = self.encode(probes)
-        return all(torch.equal(self.encode([probe])[0].hidden, both.hidden) for probe, both in zip(probes, together, strict=True))
+        return all(
+            torch.equal(self.encode([probe])[0].hidden, both.hidden) for probe, both in zip(probes, together, strict=True)
+        )

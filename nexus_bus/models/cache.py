@@ -143,10 +143,20 @@ class EncodeStats:
 
 
 def encode_cached(
-    backbone: Backbone, prompts: Sequence[Prompt], cache: FeatureCache | None = None, layers: Sequence[int] = (-1,)
+    backbone: Backbone,
+    prompts: Sequence[Prompt],
+    cache: FeatureCache | None = None,
+    layers: Sequence[int] = (-1,),
+    ids: Sequence[str] | None = None,
 ) -> tuple[list[VLAFeature], EncodeStats]:
-    """Features of all prompts, in their order; equal prompts are encoded once, known ones not at all."""
-    ids = backbone.ids(prompts, layers)
+    """Features of all prompts, in their order; equal prompts are encoded once, known ones not at all.
+
+    `ids` are the prompts' names where the caller has asked `backbone.ids` for them already.
+
+    Raises:
+        BadMessage: a prompt that cannot be shown to the backbone.
+    """
+    ids = backbone.ids(prompts, layers) if ids is None else ids
     found: dict[str, VLAFeature] = {}
     missing: dict[str, Prompt] = {}
     for name, prompt in zip(ids, prompts, strict=True):

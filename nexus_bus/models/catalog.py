@@ -50,7 +50,7 @@ HEADS: dict[str, HeadEntry] = {
         summary="Flow matching: a diffusion transformer whose layers attend alternately to the backbone's tokens and to themselves.",
         rl=False,
         options={
-            "width": Option(128, 16, 4096, "width of the transformer"),
+            "width": Option(96, 16, 4096, "width of the transformer"),
             "layers": Option(4, 2, 48, "transformer layers, cross and self attention in turn"),
             "heads": Option(4, 1, 64, "attention heads; must divide the width"),
             "mlp_ratio": Option(2, 1, 8, "feed-forward width over transformer width"),

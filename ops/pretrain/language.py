@@ -25,6 +25,7 @@ TASKS: dict[str, tuple[str, ...]] = {
     "touch": (
         "touch {o}", "touch {o}", "touch {o}", "reach {o}", "reach for {o}", "go to {o}", "move to {o}", "tap {o}",
         "move the gripper to {o}", "poke {o}", "touch {o} with the gripper", "hover over {o}", "reach to {o}",
+        "move above {o}", "move above {o}",
     ),
     **{act: tuple(f"{verb} {{o}} {side}" for verb in _PUSH for side in sides) for act, sides in _SIDES.items()},
     "lift": ("pick up {o}", "lift {o}", "grasp {o}", "grab {o}", "pick {o} up", "take {o}", "lift {o} up"),
@@ -88,10 +89,10 @@ def corpus() -> Iterator[str]:
                 yield line
         yield from (
             f"where is {name}?", f"where is {name} on the table?", f"is there a {name[4:]}?", "yes", "no",
-            f"which object is left of {name}?", f"which object is right of {name}?", f"what is at this place?",
-            f"how many objects are there?", "where is the gripper?", "one two three four five", "user assistant system",
-            f"please {text.format(o=name, p=other)}.", f"Touch {name}. Push {name}. Pick up {name}. Move {name}. Reach {name}.",
-            "what is closest to the gripper?", f"a {name[4:]}",
+            f"which object is left of {name}?", f"which object is right of {name}?", "which object is closest to the gripper?",
+            f"how many objects are there?", "where is the gripper?", "one two three four five", "user", "assistant", "system",
+            f"please {text.format(o=name, p=other)}.", f"Touch {name}.", f"Push {name}.", f"Reach {name}.", f"Move {name}.",
+            f"Pick up {name}.", f"Slide {name}.", f"Lift {name}.", "what is closest to the gripper?", f"a {name[4:]}",
         )  # fmt: skip
     for texts in BARE.values():
         for _ in range(40):

@@ -17,6 +17,10 @@ ACTS = (
     "touch", "left", "right", "forward", "back", "lift", "place", "open", "close", "press", "turn", "toward",
 )  # fmt: skip
 
+# Table frame: x towards the camera, y to the right in the picture. A push begins `BEHIND` metres on the other side.
+DIRECTIONS = {"left": (0.0, -1.0), "right": (0.0, 1.0), "forward": (-1.0, 0.0), "back": (1.0, 0.0)}
+BEHIND = 0.06
+
 
 @dataclass(frozen=True)
 class Group:
@@ -67,6 +71,8 @@ GROUPS: tuple[Group, ...] = (
     Group("dy", 48, -0.8, 0.8, 1.0, scale=0.04, metric=True),
     Group("dz", 24, -0.24, 0.12, 0.5, metric=True),
     Group("dd", 24, 0.0, 0.8, 0.5, scale=0.04, metric=True),  # horizontal distance of the two
+    Group("ax", 48, -0.8, 0.8, 0.7, scale=0.04, metric=True),  # where to begin (for a push: behind the object) minus tip
+    Group("ay", 48, -0.8, 0.8, 0.7, scale=0.04, metric=True),
     Group("iu", 24, 0.0, 1.0, 0.5),  # the named object in the picture
     Group("iv", 24, 0.0, 1.0, 0.5),
     Group("ju", 24, 0.0, 1.0, 0.25),  # the gripper tip in the picture

@@ -1,0 +1,59 @@
+"""nats-py with the faults mended that would silently stop a worker. The only file that reaches into the client.
+
+Reproduced with nats-py 2.16.0; each guard has its test in tests/bus/test_faults.py.
+"""
+
+import asyncio
+from typing import Any
+
+from nats.aio.client import Client
+from nats.errors import Error
+
+
+class GuardedClient(Client):
+    """A client whose read loop and reconnecting survive what the stock one's do not."""
+
+    async def _process_pong(self) -> None:
+        """A PONG that comes after its `flush()` gave up found a done future, raised, and killed the read loop (as #914)."""
+        if self._pongs:
+            future: asyncio.Future[bool] = self._pongs.pop(0)
+            self._pongs_received += 1
+            self._pings_outstanding = 0
+            if not future.done():
+                future.set_result(True)
+
+    async def _process_err(self, err_msg: str) -> None:
+        """After most `-ERR` the stock client closes for ever (#1019, #999); what caused it passes, so we come back instead."""
+        if "permissions violation" in err_msg.lower():
+            await super()._process_err(err_msg)  # concerns one subject, not the connection
+        else:
+            await self._process_op_err(Error(f"nats: {err_msg}"))
+
+    async def _attempt_reconnect(self) -> None:
+        """The stock client first waits for its unsent bytes to leave, which they never do to a server that hangs."""
+        writer: Any = getattr(self._transport, "_io_writer", None)
+        if writer is not None:
+            writer.transport.abort()
+        await super()._attempt_reconnect()
+
+    async def _flush_pending(self, force_flush: bool = False) -> Any:
+        """The stock client swallows a cancellation that arrives here, and the task that was cancelled lives on."""
+        task = asyncio.current_task()
+        before = task.cancelling() if task else 0
+        result = await super()._flush_pending(force_flush)
+        if task and task.cancelling() > before:
+            raise asyncio.CancelledError
+        return result
+
+    @property
+    def alive(self) -> bool:
+        """Connected, and somebody reads: `is_connected` alone stays true when the read loop is dead."""
+        task: asyncio.Task[Any] | None = self._reading_task
+        return self.is_connected and task is not None and not task.done()
+
+    async def revive(self) -> None:
+        """Start over where the client believes itself connected, or reconnecting, and nothing of it runs."""
+        if self.is_connected and not self.alive:
+            await self._process_op_err(Error("nats: the read loop ended"))
+        elif self.is_reconnecting and (self._reconnection_task is None or self._reconnection_task.done()):
+            self._reconnection_task = asyncio.get_running_loop().create_task(self._attempt_reconnect())

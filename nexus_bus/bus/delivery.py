@@ -1,0 +1,162 @@
+"""One message as a consumer gets it, with the ways to answer it, and holding it while work goes on."""
+
+import asyncio
+import time
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, Self
+
+import msgspec
+from nats.aio.msg import Msg
+from nats.errors import Error as NatsError
+
+from nexus_bus.bus import headers as wire
+from nexus_bus.bus.codec import decode
+from nexus_bus.bus.dead import bury
+from nexus_bus.errors import BadMessage, Refused, Unavailable
+from schemas.base import BlobRef
+from schemas.subjects import SubjectEntry, parse
+
+if TYPE_CHECKING:
+    from nexus_bus.bus.connection import Bus
+
+ACK_S = 15.0  # an acknowledgement is repeated for this long: a restarting server is back by then
+
+
+class Delivery:
+    """A message of a stream. Exactly one of `ack`, `nak`, `reject` ends it."""
+
+    def __init__(self, bus: "Bus", message: Msg, ack_wait: float) -> None:
+        """Made by a Puller."""
+        meta = message.metadata
+        self._bus = bus
+        self._msg = message
+        self._decoded: Any = None
+        self._ref: BlobRef | None = None
+        self._lost = ""  # why the payload cannot be had, ever
+        self.ack_wait = ack_wait
+        self.settled = False
+        self.raw = message.data  # as it lies in the stream: the payload, or a reference to it
+        self.payload = message.data
+        self.subject = message.subject
+        self.headers: dict[str, str] = dict(message.headers or {})
+        self.row: SubjectEntry
+        self.tokens: dict[str, str]
+        self.row, self.tokens = parse(message.subject)
+        self.stream: str = meta.stream
+        self.seq: int = meta.sequence.stream
+        self.num_delivered: int = meta.num_delivered
+        self.published_ns = int(meta.timestamp.timestamp() * 1e9)  # when the stream took it, unix time
+
+    @property
+    def tenant(self) -> str:
+        """Who it belongs to, by the subject."""
+        return self.tokens.get("tenant", "")
+
+    @property
+    def msg_id(self) -> str:
+        """Its idempotency key."""
+        return self.headers.get(wire.MSG_ID, "") or f"{self.stream}-{self.seq}"
+
+    @property
+    def age(self) -> float:
+        """Seconds since the stream took it."""
+        return time.time() - self.published_ns / 1e9
+
+    async def load(self) -> None:
+        """Fetch the payload if it travels by the object store.
+
+        Raises:
+            Unavailable: it cannot be had right now. If it cannot be had ever, `decode` says so.
+        """
+        if wire.BLOB not in self.headers:
+            return
+        try:
+            self._ref = msgspec.json.decode(self.raw, type=BlobRef)
+            self.payload = await self._bus.payloads.get(self._ref)
+        except (Refused, msgspec.MsgspecError, UnicodeDecodeError) as error:
+            self._lost = f"{self.row.name}: the payload in the object store cannot be read: {error}"
+
+    def decode(self) -> Any:
+        """The message in its type. Raises BadMessage naming the field."""
+        if self._decoded is None:
+            if self._lost:
+                raise BadMessage(self._lost)
+            message = decode(self.row, self.payload, self.headers.get(wire.CONTENT_TYPE))
+            for token, said in ((token, getattr(message, token, None)) for token in self.tokens):
+                if isinstance(said, str) and said != self.tokens[token]:
+                    raise BadMessage(f"{self.row.name}: {token} is {said!r}, but its subject says {self.tokens[token]!r}")
+            self._decoded = message
+        return self._decoded
+
+    @property
+    def message(self) -> Any:
+        """The decoded message."""
+        return self.decode()
+
+    async def ack(self) -> None:
+        """Acknowledge, and wait until the server knows it.
+
+        Raises:
+            Unavailable: the server did not say so in time; the message may come again.
+        """
+        ends = time.monotonic() + ACK_S
+        while True:
+            try:
+                await self._bus.client.request(self._msg.reply, b"+ACK", timeout=2.0)
+                break
+            except (NatsError, TimeoutError) as error:
+                if time.monotonic() > ends:
+                    raise Unavailable(f"acknowledgement of {self.msg_id} not confirmed: {error!r}") from error
+                await asyncio.sleep(0.05)  # no consumer yet behind a server that just came back
+        self.settled = True
+        if self._ref is not None and self.row.delivery == "work":
+            self._bus.spawn(self._bus.payloads.discard(self._ref))
+
+    async def nak(self, delay: float = 0.0) -> None:
+        """Hand it back, to be delivered again after `delay` seconds."""
+        self.settled = True
+        await self._answer(b"-NAK" if delay <= 0 else b'-NAK {"delay": %d}' % int(delay * 1e9))
+
+    async def in_progress(self) -> None:
+        """Keep it from being redelivered for another `ack_wait` seconds."""
+        if not self.settled:
+            await self._answer(b"+WPI")
+
+    async def reject(self, reason: str) -> None:
+        """To the dead letters, then never again. The letter is stored first: nothing is lost in between."""
+        await bury(self._bus, self, reason)
+        self.settled = True
+        await self._answer(b"+TERM")
+
+    async def _answer(self, answer: bytes) -> None:
+        """An answer that does not reach the server only means a redelivery; the connection comes back by itself."""
+        try:
+            await self._bus.client.publish(self._msg.reply, answer)
+        except NatsError as error:
+            self._bus.log.warning("an answer did not reach the server", msg_id=self.msg_id, error=repr(error))
+
+
+class Hold:
+    """Keeps deliveries from being redelivered while somebody works on them; a context manager."""
+
+    def __init__(self, deliveries: Iterable[Delivery]) -> None:
+        """Holding starts with `with`."""
+        self._held = list(deliveries)
+        self._task: asyncio.Task[None] | None = None
+
+    def __enter__(self) -> Self:
+        """Start; must be called on the event loop."""
+        if self._held:
+            self._task = asyncio.get_running_loop().create_task(self._keep(min(d.ack_wait for d in self._held) / 3))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Stop; what is not settled comes again after its ack_wait."""
+        if self._task is not None:
+            self._task.cancel()
+
+    async def _keep(self, every: float) -> None:
+        while held := [delivery for delivery in self._held if not delivery.settled]:
+            await asyncio.sleep(every)
+            for delivery in held:
+                await delivery.in_progress()

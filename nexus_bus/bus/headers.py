@@ -1,0 +1,45 @@
+"""The headers every message carries: idempotency, trace context, CloudEvents attributes, schema version."""
+
+import uuid
+from collections.abc import Mapping
+from typing import Any
+
+from opentelemetry.propagate import inject
+
+from nexus_bus.bus.codec import CONTENT_TYPES
+from nexus_bus.clock import now
+from schemas import SCHEMA_VERSION
+from schemas.subjects import SubjectEntry
+
+MSG_ID = "Nats-Msg-Id"
+CONTENT_TYPE = "Content-Type"
+REPLY_TO = "Nexus-Reply-To"
+BLOB = "Nexus-Blob"  # the payload is a BlobRef; the message itself lies in the object store
+ERROR_CODE = "Nexus-Error-Code"  # of a reply whose payload is the text of an error
+EXPECTED_REVISION = "Nats-Expected-Last-Subject-Sequence"
+ROLLUP = "Nats-Rollup"
+
+
+def build(row: SubjectEntry, source: str, msg_id: str = "", extra: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Headers of a new message of this row."""
+    headers = {
+        CONTENT_TYPE: CONTENT_TYPES[row.codec],
+        "Nexus-Schema": SCHEMA_VERSION,
+        "ce-specversion": "1.0",
+        "ce-type": row.type,
+        "ce-source": f"/nexus/{source}",
+        "ce-id": msg_id or uuid.uuid4().hex,
+        "ce-time": now(),
+    }
+    if msg_id:
+        headers[MSG_ID] = msg_id
+    if extra:
+        headers |= extra
+    if "traceparent" not in headers:
+        inject(headers)
+    return headers
+
+
+def get(message: Any, name: str) -> str:
+    """One header of a received message, or an empty string."""
+    return (message.headers or {}).get(name, "")

@@ -1,0 +1,1 @@
+"""What runs around the service: the demo, pretraining, schema generation, benches, examples."""
