@@ -1,20 +1,22 @@
-"""THE loop: take a message, run its handler, turn the outcome into an answer. Readable in five minutes; everything else calls it.
+"""THE loop: what every worker with a queue runs. It takes messages as it has room, hands them to a handler, and answers them.
 
-    Done             acknowledged, confirmed by the server
-    Retry            handed back with a delay; at the last delivery it becomes a dead letter
-    Reject           dead letter, then terminated
-    raised Refused   as Reject        raised NexusError   as Retry with a growing delay
-    raised anything  logged whole under an error id, then as Retry
-    undecodable      dead letter at once: reading it again will not help
+A handler returns an outcome or raises. Refused means the message is wrong and goes to the dead letters; Unavailable means
+something it needs is away, and is waited for; anything else is a failed attempt. After `max_deliver` failed attempts the
+message is a dead letter too. While a handler runs, the server is told so, and nobody else gets the message.
 """
 
 import asyncio
+import time
 import uuid
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
-from nexus_bus.bus.delivery import Delivery
+from opentelemetry import context as otel
+from opentelemetry.propagate import extract
+
+from nexus_bus.bus.delivery import Delivery, Hold
 from nexus_bus.bus.outcomes import Done, Outcome, Reject, Retry
+from nexus_bus.bus.pull import OnDead, give_up
 from nexus_bus.bus.topology import Durable
 from nexus_bus.errors import BadMessage, NexusError, Refused, Unavailable
 
@@ -22,95 +24,113 @@ if TYPE_CHECKING:
     from nexus_bus.bus.connection import Bus
 
 Handler = Callable[[Delivery], Awaitable[Outcome]]
-BadCallback = Callable[[Delivery, BadMessage], Awaitable[None]]
+OnBad = Callable[[Delivery, BadMessage], Awaitable[None]]
+
+PATIENCE_S = 300.0  # how long a message waits here for what it needs, before that counts as a failed attempt
+MAX_PAUSE_S = 30.0
 
 
-async def consume(
-    bus: "Bus",
-    durable: Durable,
-    handler: Handler,
-    *,
-    concurrency: int,
-    stop: asyncio.Event,
-    on_bad: BadCallback | None,
-    grace: float,
-) -> None:
-    """Handle messages until `stop`, at most `concurrency` at a time; then finish what runs, within `grace` seconds."""
-    puller = await bus.pull(durable, batch=concurrency)
-    slots = asyncio.Semaphore(concurrency)
-    running: set[asyncio.Task[None]] = set()
+class Loop:
+    """One consumer, one handler, at most `concurrency` messages in hand."""
 
-    async def one(delivery: Delivery) -> None:
+    def __init__(
+        self, bus: "Bus", durable: Durable, handler: Handler, stop: asyncio.Event, on_bad: OnBad | None, on_dead: OnDead | None
+    ) -> None:
+        """Use `Bus.consume`."""
+        self.bus = bus
+        self.durable = durable
+        self.handler = handler
+        self.stop = stop
+        self.on_bad = on_bad
+        self.on_dead = on_dead
+
+    async def run(self, concurrency: int, grace: float) -> None:
+        """Until `stop` is set. Then no more is taken, handlers have `grace` seconds, and the rest is handed back."""
+        puller = await self.bus.pull(self.durable, batch=concurrency, on_dead=self.on_dead)
+        running: set[asyncio.Task[None]] = set()
         try:
-            await _handle(bus, durable, handler, delivery, on_bad)
+            while not self.stop.is_set():
+                if len(running) >= concurrency:
+                    await asyncio.wait(running, timeout=0.25, return_when=asyncio.FIRST_COMPLETED)
+                for delivery in await puller.get(concurrency - len(running), wait=0.25) if len(running) < concurrency else []:
+                    task = asyncio.create_task(self.one(delivery))
+                    running.add(task)
+                    task.add_done_callback(running.discard)
+                puller.busy = len(running)
+                await puller.renew()
         finally:
-            slots.release()
+            await puller.stop()
+            if running:
+                await asyncio.wait(running, timeout=grace)
+            for task in running:
+                task.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
 
-    while not stop.is_set():
-        await slots.acquire()
-        taken = await puller.get(1, wait=0.25)
-        if not taken:
-            slots.release()
-            continue
-        task = asyncio.create_task(one(taken[0]))
-        running.add(task)
-        task.add_done_callback(running.discard)
-    await puller.stop()
-    if running:
-        _, late = await asyncio.wait(running, timeout=grace)
-        for task in late:  # unanswered: delivered again to somebody else after ack_wait
-            task.cancel()
-        if late:
-            bus.log.warning("unfinished work is left for redelivery", consumer=durable.name, messages=len(late))
+    async def one(self, delivery: Delivery) -> None:
+        """One message, from decoding to its answer."""
+        with Hold([delivery]):
+            try:
+                delivery.decode()
+            except BadMessage as error:
+                if self.on_bad is not None:
+                    await self.on_bad(delivery, error)
+                await self.answer(delivery, Reject(str(error)))
+                return
+            try:
+                outcome = await self.decide(delivery)
+                waited_until = time.monotonic() + PATIENCE_S
+                while isinstance(outcome, Retry) and not outcome.counts and time.monotonic() < waited_until:
+                    if await self.stopped_within(outcome.delay):
+                        break
+                    outcome = await self.decide(delivery)
+            except asyncio.CancelledError:
+                await delivery.nak()  # the grace is over: somebody else may have it at once
+                raise
+            await self.answer(delivery, outcome)
 
+    async def decide(self, delivery: Delivery) -> Outcome:
+        """Run the handler in the trace of the message; turn what it raises into an outcome."""
+        token = otel.attach(extract(delivery.headers))
+        try:
+            return await self.handler(delivery)
+        except Refused as error:
+            return Reject(str(error))
+        except Unavailable as error:
+            return Retry(0.5, str(error), counts=False)
+        except NexusError as error:
+            return Retry(self.pause(delivery), str(error))
+        except Exception:  # a bug in a handler must cost one message an attempt, not the worker its loop
+            error_id = uuid.uuid4().hex[:12]
+            self.bus.log.exception("handler failed", error_id=error_id, msg_id=delivery.msg_id, subject=delivery.subject)
+            return Retry(self.pause(delivery), f"internal error {error_id}")
+        finally:
+            otel.detach(token)
 
-async def _handle(bus: "Bus", durable: Durable, handler: Handler, delivery: Delivery, on_bad: BadCallback | None) -> None:
-    keeping = asyncio.create_task(_keep(delivery, durable.ack_wait / 3))
-    try:
-        outcome = await _outcome(bus, handler, delivery, on_bad)
-        keeping.cancel()
-        await _answer(durable, delivery, outcome)
-    except Unavailable as error:  # the answer did not reach the server: the message comes again, and its effect is idempotent
-        bus.log.warning("not confirmed; it will be delivered again", msg_id=delivery.msg_id, error=str(error))
-    finally:
-        keeping.cancel()
+    async def answer(self, delivery: Delivery, outcome: Outcome) -> None:
+        """The one place where an outcome becomes ack, nak or term."""
+        try:
+            match outcome:
+                case Done():
+                    await delivery.ack()
+                case Reject(reason=reason):
+                    await give_up(delivery, reason, self.on_dead)
+                case Retry(counts=True, reason=reason) if 0 < self.durable.max_deliver <= delivery.num_delivered:
+                    await give_up(delivery, f"failed {delivery.num_delivered} times, at last: {reason}", self.on_dead)
+                case Retry(delay=delay, reason=reason):
+                    self.bus.log.info("will be tried again", msg_id=delivery.msg_id, delay=delay, reason=reason)
+                    await delivery.nak(delay)
+        except Unavailable as error:
+            self.bus.log.warning("not answered; it will come again", msg_id=delivery.msg_id, error=str(error))
 
+    async def stopped_within(self, seconds: float) -> bool:
+        """Wait, unless told to stop."""
+        try:
+            await asyncio.wait_for(self.stop.wait(), seconds)
+        except TimeoutError:
+            return False
+        return True
 
-async def _outcome(bus: "Bus", handler: Handler, delivery: Delivery, on_bad: BadCallback | None) -> Outcome:
-    try:
-        delivery.decode()
-    except BadMessage as error:
-        bus.log.warning("undecodable message", subject=delivery.subject, error=str(error))
-        if on_bad is not None:
-            await on_bad(delivery, error)
-        return Reject(str(error))
-    try:
-        return await handler(delivery)
-    except Refused as error:
-        return Reject(str(error))
-    except NexusError as error:
-        return Retry(min(30.0, 0.25 * 2**delivery.num_delivered), str(error))
-    except Exception:  # a fault of ours: one message must not end the worker; the log has all of it under the id
-        error_id = uuid.uuid4().hex[:12]
-        bus.log.exception("handler failed", error_id=error_id, subject=delivery.subject, msg_id=delivery.msg_id)
-        return Retry(min(30.0, 0.25 * 2**delivery.num_delivered), f"internal error {error_id}")
-
-
-async def _answer(durable: Durable, delivery: Delivery, outcome: Outcome) -> None:
-    match outcome:
-        case Done():
-            await delivery.ack()
-        case Retry(delay, reason):
-            if 0 < durable.max_deliver <= delivery.num_delivered:
-                await delivery.reject(f"given up after {delivery.num_delivered} deliveries: {reason}")
-            else:
-                await delivery.nak(delay)
-        case Reject(reason):
-            await delivery.reject(reason)
-
-
-async def _keep(delivery: Delivery, every: float) -> None:
-    """Tell the server that a long handler still works on it."""
-    while True:
-        await asyncio.sleep(every)
-        await delivery.in_progress()
+    @staticmethod
+    def pause(delivery: Delivery) -> float:
+        """Growing pauses between attempts: 0.25 s, 0.5 s, 1 s … at most 30 s."""
+        return min(0.25 * 2 ** (delivery.num_delivered - 1), MAX_PAUSE_S)

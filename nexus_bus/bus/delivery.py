@@ -82,7 +82,8 @@ class Delivery:
             if self._lost:
                 raise BadMessage(self._lost)
             message = decode(self.row, self.payload, self.headers.get(wire.CONTENT_TYPE))
-            for token, said in ((token, getattr(message, token, None)) for token in self.tokens):
+            for token in self.tokens.keys() & {"tenant", "job"}:
+                said = getattr(message, token, None)
                 if isinstance(said, str) and said != self.tokens[token]:
                     raise BadMessage(f"{self.row.name}: {token} is {said!r}, but its subject says {self.tokens[token]!r}")
             self._decoded = message

@@ -1,157 +1,108 @@
-"""Key-value buckets with typed values and compare-and-set: jobs, policy versions, leases."""
+"""Key-value buckets with typed values and compare-and-set: the registry and the leases. Readable by any NATS KV client."""
 
-import asyncio
-import json
+import re
+import uuid
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import msgspec
-from nats.errors import Error as NatsError
-from nats.js.api import ConsumerConfig, DeliverPolicy
 
-from nexus_bus.bus import headers
-from nexus_bus.errors import BadMessage, Conflict, Unavailable
+from nexus_bus.bus import headers as wire
+from nexus_bus.bus.tail import Reader
+from nexus_bus.errors import BadMessage, Conflict
 
 if TYPE_CHECKING:
     from nexus_bus.bus.connection import Bus
 
 T = TypeVar("T")
-EXPECTED = "Nats-Expected-Last-Subject-Sequence"
-OPERATION = "KV-Operation"
-TIMEOUT_S = 10.0
+
+OPERATION = "KV-Operation"  # set on markers of deletion
+_KEY = re.compile(r"[-/_=@a-zA-Z0-9]+(\.[-/_=@a-zA-Z0-9]+)*")
 
 
 @dataclass(frozen=True)
 class Entry(Generic[T]):
-    """A value and the revision that compare-and-set needs."""
+    """A value and the revision to give to `update`."""
 
     value: T
     revision: int
 
 
 class Kv:
-    """One bucket."""
+    """One bucket. Values are JSON."""
 
     def __init__(self, bus: "Bus", bucket: str) -> None:
         """Use `Bus.kv`."""
         self._bus = bus
-        self.bucket = bucket
         self._stream = f"KV_{bucket}"
         self._prefix = f"$KV.{bucket}."
 
     async def get(self, key: str, kind: type[T]) -> Entry[T] | None:
-        """The current value, or None where there is none.
-
-        Raises:
-            BadMessage: what is stored is not of that type.
-            Unavailable: the broker does not answer.
-        """
-        message = await self._last(key)
-        if message is None or headers.get(message, OPERATION) in ("DEL", "PURGE"):
+        """The current value, or None. Raises BadMessage if it is not of that type."""
+        msg = await self._bus.last(self._stream, self._subject(key))
+        if msg is None or wire.get(msg, OPERATION):
             return None
-        return Entry(self._decode(key, message.data, kind), int(headers.get(message, "Nats-Sequence")))
+        return self._entry(key, msg.data, int(wire.get(msg, "Nats-Sequence")), kind)
 
-    async def create(self, key: str, value: Any) -> int:
-        """Store a first value. Raises Conflict if there is one already."""
-        message = await self._last(key)
-        if message is not None and headers.get(message, OPERATION) not in ("DEL", "PURGE"):
-            raise Conflict(f"{self.bucket}/{key} exists")
-        revision = int(headers.get(message, "Nats-Sequence")) if message is not None else 0
-        return await self._put(key, value, revision)
+    async def put(self, key: str, value: Any, *, deadline: float = 15.0) -> int:
+        """Write whatever was there before; the new revision."""
+        return await self._write(key, msgspec.json.encode(value), {}, deadline)
 
-    async def update(self, key: str, value: Any, revision: int) -> int:
-        """Replace the value of that revision. Raises Conflict if another was stored since."""
-        return await self._put(key, value, revision)
+    async def create(self, key: str, value: Any, *, deadline: float = 15.0) -> int:
+        """Write a key that does not exist; the revision. Raises Conflict if it does."""
+        try:
+            return await self.update(key, value, 0, deadline=deadline)
+        except Conflict:
+            msg = await self._bus.last(self._stream, self._subject(key))
+            if msg is None or not wire.get(msg, OPERATION):
+                raise
+        return await self.update(key, value, int(wire.get(msg, "Nats-Sequence")), deadline=deadline)  # over a marker of deletion
 
-    async def put(self, key: str, value: Any) -> int:
-        """Store whatever is there now."""
-        return await self._put(key, value, None)
+    async def update(self, key: str, value: Any, revision: int, *, deadline: float = 15.0) -> int:
+        """Write if the current revision is the given one; the new revision. Raises Conflict otherwise."""
+        return await self._write(key, msgspec.json.encode(value), {wire.EXPECTED_REVISION: str(revision)}, deadline)
 
-    async def delete(self, key: str) -> None:
-        """Leave a marker in its place."""
-        await self._bus.publisher.send(self._prefix + key, b"", {OPERATION: "DEL"}, TIMEOUT_S)
+    async def delete(self, key: str, *, deadline: float = 15.0) -> None:
+        """Remove a key; watchers see it."""
+        await self._write(key, b"", {OPERATION: "DEL"}, deadline)
 
     async def keys(self, prefix: str = "") -> list[str]:
-        """Keys below a prefix that ends with a dot, in no particular order."""
-        request = json.dumps({"subjects_filter": f"{self._prefix}{prefix}>"}).encode()
-        reply = await self._ask(f"$JS.API.STREAM.INFO.{self._stream}", request)
-        subjects = (json.loads(reply.data).get("state") or {}).get("subjects") or {}
-        found = [subject.removeprefix(self._prefix) for subject in subjects]
-        alive = await asyncio.gather(*(self._last(key) for key in found))
-        return sorted(
-            key for key, m in zip(found, alive, strict=True) if m is not None and headers.get(m, OPERATION) not in ("DEL", "PURGE")
-        )
+        """Keys that begin with `prefix`, sorted."""
+        found: list[str] = []
+        async with Reader(self._bus, self._stream, (self._filter(prefix),), "last_per_subject") as reader:
+            async for msg in reader.stored():
+                key = msg.subject.removeprefix(self._prefix)
+                if key.startswith(prefix) and not wire.get(msg, OPERATION):
+                    found.append(key)
+        return sorted(found)
 
-    async def watch(self, prefix: str, kind: type[T] = msgspec.Raw) -> AsyncIterator[tuple[str, Entry[T] | None]]:  # type: ignore[assignment]  # undecoded unless asked
-        """Every current value below the prefix, then every change; None for a deletion. Survives restarts of the server."""
-        seen = 0
-        while True:
-            try:
-                config = ConsumerConfig(
-                    filter_subject=f"{self._prefix}{prefix}>",
-                    deliver_policy=DeliverPolicy.BY_START_SEQUENCE if seen else DeliverPolicy.LAST_PER_SUBJECT,
-                    opt_start_seq=seen + 1 if seen else None,
-                )
-                subscription = await self._bus.js.subscribe(
-                    f"{self._prefix}{prefix}>", stream=self._stream, ordered_consumer=True, config=config
-                )
-                try:
-                    while True:
-                        try:
-                            message = await subscription.next_msg(timeout=2.0)
-                        except TimeoutError:
-                            await subscription.consumer_info()  # raises once the server forgot the consumer
-                            continue
-                        seen = max(seen, message.metadata.sequence.stream)
-                        key = message.subject.removeprefix(self._prefix)
-                        if headers.get(message, OPERATION) in ("DEL", "PURGE"):
-                            yield key, None
-                        else:
-                            yield key, Entry(self._decode(key, message.data, kind), message.metadata.sequence.stream)
-                finally:
-                    await self._quiet(subscription)
-            except (NatsError, TimeoutError) as error:
-                self._bus.log.debug("watch begins again", bucket=self.bucket, error=repr(error))
-                await asyncio.sleep(0.2)
+    async def watch(self, prefix: str, kind: type[T]) -> AsyncIterator[tuple[str, Entry[T] | None]]:
+        """What is there, then every change as it happens; None for a key that was deleted."""
+        async with Reader(self._bus, self._stream, (self._filter(prefix),), "last_per_subject") as reader:
+            async for msg in reader.all():
+                key = msg.subject.removeprefix(self._prefix)
+                if key.startswith(prefix):
+                    deleted = bool(wire.get(msg, OPERATION))
+                    yield key, None if deleted else self._entry(key, msg.data, msg.metadata.sequence.stream, kind)
 
-    async def _quiet(self, subscription: Any) -> None:
+    async def _write(self, key: str, data: bytes, given: dict[str, str], deadline: float) -> int:
+        # The id makes a repeated write the same write: a compare-and-set whose answer was lost does not fail against itself.
+        given = given | {wire.MSG_ID: uuid.uuid4().hex}
+        return (await self._bus.publisher.send(self._subject(key), data, given, deadline)).seq
+
+    def _entry(self, key: str, data: bytes, revision: int, kind: type[T]) -> Entry[T]:
         try:
-            await subscription.unsubscribe()
-        except NatsError:
-            return  # gone with its connection
-
-    async def _put(self, key: str, value: Any, revision: int | None) -> int:
-        given = {} if revision is None else {EXPECTED: str(revision)}
-        data = msgspec.json.encode(value)
-        try:
-            return (await self._bus.publisher.send(self._prefix + key, data, given, TIMEOUT_S)).seq
-        except Conflict:
-            # A retry whose first try was stored meets its own value: that is a success.
-            current = await self._last(key)
-            if revision is not None and current is not None and current.data == data:
-                return int(headers.get(current, "Nats-Sequence"))
-            raise
-
-    async def _last(self, key: str) -> Any:
-        request = json.dumps({"last_by_subj": self._prefix + key}).encode()
-        reply = await self._ask(f"$JS.API.DIRECT.GET.{self._stream}", request)
-        return None if headers.get(reply, "Status") == "404" else reply
-
-    async def _ask(self, on: str, request: bytes) -> Any:
-        last: Exception | None = None
-        for _ in range(5):
-            try:
-                return await self._bus.client.request(on, request, timeout=2.0)
-            except (NatsError, TimeoutError) as error:
-                last = error
-                await asyncio.sleep(0.1)
-        raise Unavailable(f"{self.bucket}: the broker does not answer: {last!r}") from last
-
-    def _decode(self, key: str, data: bytes, kind: type[T]) -> T:
-        try:
-            return msgspec.json.decode(data, type=kind)
+            return Entry(msgspec.json.decode(data, type=kind), revision)
         except msgspec.MsgspecError as error:
-            raise BadMessage(f"{self.bucket}/{key}: {error}") from error
+            raise BadMessage(f"{self._prefix}{key}: {error}") from None
 
+    def _subject(self, key: str) -> str:
+        if not _KEY.fullmatch(key):
+            raise ValueError(f"{key!r} is not a key: letters, digits, - _ / = @, in tokens parted by dots")
+        return self._prefix + key
 
+    def _filter(self, prefix: str) -> str:
+        """The narrowest subject that covers every key with this prefix."""
+        whole = prefix.rpartition(".")[0]
+        return f"{self._prefix}{whole}.>" if whole else f"{self._prefix}>"

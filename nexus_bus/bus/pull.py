@@ -1,160 +1,238 @@
 """A continuous pull: one long-lived request per consumer, renewed by us.
 
-The stock `fetch(n)` can stall to its timeout with messages waiting (#986, #933). Here a request for `batch` messages is always
-open; it is renewed when half of it is used up, when the server ends it (404, 408, 409), when its idle heartbeats stay away,
+The stock `fetch(n)` can stall to its timeout with messages waiting (#986, #933). Here a request is always open as long as there
+is room; it is renewed when half of it is used up, when the server ends it (404, 408, 409), when its idle heartbeats stay away,
 and after a reconnect.
 """
 
 import asyncio
 import json
 import time
+from collections import deque
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, Self
 
-import msgspec
 from nats.errors import Error as NatsError
 
-from nexus_bus.bus import headers
+from nexus_bus.bus import headers as wire
 from nexus_bus.bus.delivery import Delivery
 from nexus_bus.bus.topology import Durable, ensure_durable
-from nexus_bus.errors import NexusError
-from schemas.base import BlobRef
+from nexus_bus.errors import Unavailable
 
 if TYPE_CHECKING:
     from nexus_bus.bus.connection import Bus
 
 EXPIRES_S = 30.0
 HEARTBEAT_S = 1.0
-GONE = ("consumer deleted", "no responders", "consumer not found")
+SILENCE_S = 2.5
+GONE = ("consumer deleted", "no responders", "consumer not found", "leadership change", "server shutdown")
 
 
-class Puller:
-    """Keeps a consumer's messages coming into a buffer of at most about `batch`."""
+class Request:
+    """The open request of one consumer. Knows nothing of what the messages mean."""
 
-    def __init__(self, bus: "Bus", durable: Durable, batch: int) -> None:
-        """Use `Bus.pull`."""
+    def __init__(self, bus: "Bus", stream: str, make: Callable[[], Awaitable[str]], room: Callable[[], int]) -> None:
+        """`make` makes (or finds) the consumer and names it; `room` says how many messages may still come."""
         self._bus = bus
-        self.durable = durable
-        self._batch = batch
-        self._buffer: asyncio.Queue[Delivery] = asyncio.Queue()
-        self._outstanding = 0
-        self._heard = time.monotonic()
-        self._sub: Any = None
+        self._stream = stream
+        self._make = make
+        self._room = room
+        self._consumer = ""
         self._inbox = ""
-        self._tasks: list[asyncio.Task[None]] = []
-        self._stopped = False
-        self.ready = asyncio.Event()  # something is buffered
+        self._sub: Any = None
+        self._outstanding = 0
+        self._heard = 0.0
+        self._lost = asyncio.Event()
+        self._watch: asyncio.Task[None] | None = None
+        self.accept: Callable[[Any], None]  # called with every message
 
-    async def start(self) -> Self:
-        """Subscribe and ask for the first batch."""
+    async def start(self) -> None:
+        """Ask for the first messages."""
         await self._open()
-        self._tasks = [asyncio.create_task(self._look())]
-        return self
+        self._watch = asyncio.create_task(self._look())
+        self._bus.returned.add(self.reopen)
+
+    async def stop(self) -> None:
+        """Ask no more. When this returns, everything the server had sent was accepted."""
+        self._bus.returned.discard(self.reopen)
+        if self._watch is not None:
+            self._watch.cancel()
+        await self._end(self._sub)
+
+    def reopen(self) -> None:
+        """The request or its consumer is lost: make both anew, on an inbox of their own, so that the old ones end."""
+        self._lost.set()
+
+    async def renew(self) -> None:
+        """Ask again when half of what was asked for has come."""
+        room = self._room()
+        if room > 0 and self._outstanding <= room // 2 and not self._lost.is_set():
+            await self._ask(room - self._outstanding)
 
     async def _open(self) -> None:
+        self._consumer = await self._make()
         self._inbox = self._bus.client.new_inbox()
         self._sub = await self._bus.client.subscribe(self._inbox, cb=self._on, pending_msgs_limit=0, pending_bytes_limit=0)
         self._outstanding = 0
-        await self._ask()
+        self._lost.clear()
+        await self.renew()
+
+    async def _ask(self, wanted: int) -> None:
+        request = {"batch": wanted, "expires": int(EXPIRES_S * 1e9), "idle_heartbeat": int(HEARTBEAT_S * 1e9)}
+        self._outstanding += wanted
+        self._heard = time.monotonic()
+        on = f"$JS.API.CONSUMER.MSG.NEXT.{self._stream}.{self._consumer}"
+        try:
+            await self._bus.client.publish(on, json.dumps(request).encode(), reply=self._inbox)
+        except NatsError:  # between two connections
+            self.reopen()
+
+    async def _on(self, msg: Any) -> None:
+        if msg.subject == self._inbox or not msg.reply:
+            await self._status(msg)
+        else:
+            self._heard = time.monotonic()
+            self._outstanding = max(0, self._outstanding - 1)
+            self.accept(msg)
+            await self.renew()
+
+    async def _status(self, msg: Any) -> None:
+        if msg.subject != self._inbox:
+            return  # of a request that was given up
+        self._heard = time.monotonic()
+        status, described = wire.get(msg, "Status"), wire.get(msg, "Description").lower()
+        if status == "100":
+            return
+        left = wire.get(msg, "Nats-Pending-Messages")
+        self._outstanding = max(0, self._outstanding - int(left)) if left else 0
+        if status == "503" or any(reason in described for reason in GONE):
+            self.reopen()
+        else:
+            await self.renew()
+
+    async def _look(self) -> None:
+        while True:
+            try:
+                await asyncio.wait_for(self._lost.wait(), HEARTBEAT_S / 2)
+            except TimeoutError:
+                if self._outstanding == 0:
+                    self._heard = time.monotonic()  # nothing asked, nothing to hear
+                    await self.renew()
+                    continue
+                if time.monotonic() - self._heard < SILENCE_S:
+                    continue
+            await self._bus.up.wait()
+            old = self._sub
+            try:
+                await self._open()
+            except (NatsError, TimeoutError, Unavailable) as error:
+                self._bus.log.debug("pull not reopened yet", stream=self._stream, error=repr(error))
+                self.reopen()
+                await asyncio.sleep(0.2)
+            else:
+                await self._end(old)
+
+    async def _end(self, sub: Any) -> None:
+        """Drain rather than unsubscribe: what is on its way would otherwise be missed until its ack_wait is over."""
+        try:
+            await asyncio.wait_for(sub.drain(), 2.0)
+        except (NatsError, TimeoutError):
+            self._bus.log.debug("a pull was not drained", stream=self._stream)
+
+
+class Puller:
+    """Keeps a consumer's messages coming into a buffer, and keeps those that wait there from being redelivered.
+
+    Never more than `batch` messages are buffered, on their way, and counted in `busy` together.
+    """
+
+    def __init__(self, bus: "Bus", durable: Durable, batch: int, on_dead: "OnDead | None" = None) -> None:
+        """Use `Bus.pull`."""
+        self._bus = bus
+        self.durable = durable
+        self.busy = 0  # taken and still counted against `batch`; for a caller that must not hoard
+        self.arrived = asyncio.Event()
+        self._batch = batch
+        self._on_dead = on_dead
+        self._buffer: deque[Delivery] = deque()
+        self._keep: asyncio.Task[None] | None = None
+        self._request = Request(bus, durable.stream, self._make, lambda: self._batch - self.busy - len(self._buffer))
+        self._request.accept = self._accept
+
+    async def start(self) -> Self:
+        """Ask for the first batch."""
+        await self._request.start()
+        self._keep = asyncio.create_task(self._hold())
+        return self
+
+    async def stop(self) -> None:
+        """Stop asking; hand back what nobody took."""
+        await self._request.stop()
+        if self._keep is not None:
+            self._keep.cancel()
+        while self._buffer:
+            await self._buffer.popleft().nak()
 
     @property
     def waiting(self) -> int:
         """How many are buffered here."""
-        return self._buffer.qsize()
+        return len(self._buffer)
 
     async def get(self, n: int, wait: float) -> list[Delivery]:
-        """Up to `n` messages: what is buffered, or else the first to come within `wait` seconds. May be empty."""
-        if self._buffer.empty() and wait > 0:
-            self.ready.clear()
+        """Up to `n` messages in stream order: what is buffered, or else the first to come within `wait` seconds. May be empty."""
+        if not self._buffer and wait > 0:
+            self.arrived.clear()
             try:
-                await asyncio.wait_for(self.ready.wait(), wait)
+                await asyncio.wait_for(self.arrived.wait(), wait)
             except TimeoutError:
                 return []
-        taken: list[Delivery] = []
-        while len(taken) < n and not self._buffer.empty():
-            taken.append(self._buffer.get_nowait())
-        await self._renew()
-        return taken
+        taken = [self._buffer.popleft() for _ in range(min(n, len(self._buffer)))]
+        if not taken:
+            return []
+        opened = await asyncio.gather(*(self._opened(delivery) for delivery in taken))
+        await self._request.renew()
+        return [delivery for delivery, ready in zip(taken, opened, strict=True) if ready]
 
-    async def stop(self) -> None:
-        """Stop asking; hand back what nobody took."""
-        self._stopped = True
-        for task in self._tasks:
-            task.cancel()
+    async def renew(self) -> None:
+        """`busy` went down: there is room again."""
+        await self._request.renew()
+
+    async def _opened(self, delivery: Delivery) -> bool:
+        """Whether a message may be handed out, with its payload at hand."""
         try:
-            await self._sub.unsubscribe()
-        except NatsError:
-            self._bus.log.debug("unsubscribe while away", consumer=self.durable.name)
-        while not self._buffer.empty():
-            await self._buffer.get_nowait().nak()
+            if 0 < self.durable.max_deliver < delivery.num_delivered:  # its workers died of it, every time
+                reason = f"delivered {delivery.num_delivered - 1} times and never answered"
+                await give_up(delivery, reason, self._on_dead)
+                return False
+            await delivery.load()
+        except Unavailable as error:
+            self._bus.log.warning("a message goes back unopened", msg_id=delivery.msg_id, error=str(error))
+            await delivery.nak(1.0)
+            return False
+        return True
 
-    async def _ask(self) -> None:
-        wanted = self._batch - self._outstanding - self._buffer.qsize()
-        if wanted <= 0 or self._stopped:
-            return
-        request = {"batch": wanted, "expires": int(EXPIRES_S * 1e9), "idle_heartbeat": int(HEARTBEAT_S * 1e9)}
-        self._outstanding += wanted
-        self._heard = time.monotonic()
-        on = f"$JS.API.CONSUMER.MSG.NEXT.{self.durable.stream}.{self.durable.name}"
-        try:
-            await self._bus.client.publish(on, json.dumps(request).encode(), reply=self._inbox)
-        except NatsError as error:
-            self._outstanding = 0  # the watch asks again
-            self._bus.log.debug("pull not sent", consumer=self.durable.name, error=repr(error))
+    async def _make(self) -> str:
+        await ensure_durable(self._bus, self.durable)
+        return self.durable.name
 
-    async def _renew(self) -> None:
-        if self._outstanding + self._buffer.qsize() <= self._batch // 2:
-            await self._ask()
+    def _accept(self, msg: Any) -> None:
+        self._buffer.append(Delivery(self._bus, msg, self.durable.ack_wait))
+        self.arrived.set()
 
-    async def _on(self, msg: Any) -> None:
-        self._heard = time.monotonic()
-        status = headers.get(msg, "Status")
-        if not status:
-            self._outstanding = max(0, self._outstanding - 1)
-            await self._accept(msg)
-            return
-        if status == "100":
-            return
-        described = headers.get(msg, "Description").lower()
-        left = headers.get(msg, "Nats-Pending-Messages")
-        self._outstanding = max(0, self._outstanding - int(left)) if left else 0
-        if status == "503" or any(word in described for word in GONE):
-            await asyncio.sleep(0.2)
-            await self._again()
-        await self._renew()
-
-    async def _accept(self, msg: Any) -> None:
-        body: bytes | None = None
-        try:
-            if headers.get(msg, headers.BLOB):
-                body = await self._bus.blobs.get(msgspec.json.decode(msg.data, type=BlobRef))
-            delivery = Delivery(self._bus, msg, body)
-        except (NexusError, msgspec.MsgspecError, KeyError) as error:
-            # Not ours to lose: the blob may be readable in a moment. The consumer's max_deliver bounds it.
-            self._bus.log.warning("a message could not be opened", subject=msg.subject, error=str(error))
-            await msg.nak(1.0)
-            return
-        self._buffer.put_nowait(delivery)
-        self.ready.set()
-
-    async def _again(self) -> None:
-        """The consumer is gone, with a memory stream after a restart of the server for example: make it again."""
-        if self._stopped:
-            return
-        try:
-            await ensure_durable(self._bus, self.durable)
-        except (NatsError, TimeoutError) as error:
-            self._bus.log.debug("consumer not there yet", consumer=self.durable.name, error=repr(error))
-
-    async def _look(self) -> None:
-        """No heartbeat: the request died with a server or a connection. Open another, on an inbox of its own."""
+    async def _hold(self) -> None:
         while True:
-            await asyncio.sleep(HEARTBEAT_S / 2)
-            if time.monotonic() - self._heard < HEARTBEAT_S * 2.5 or not self._bus.client.is_connected:
-                continue
-            old = self._sub
-            await self._again()
-            try:
-                await self._open()
-                await old.unsubscribe()
-            except (NatsError, TimeoutError) as error:
-                self._bus.log.debug("pull not renewed yet", consumer=self.durable.name, error=repr(error))
+            await asyncio.sleep(self.durable.ack_wait / 3)
+            for delivery in list(self._buffer):
+                await delivery.in_progress()
+
+
+OnDead = Callable[[Delivery, str], Awaitable[None]]
+
+
+async def give_up(delivery: Delivery, reason: str, on_dead: OnDead | None) -> None:
+    """Tell who wants to know, then to the dead letters. In this order: a crash in between tells twice rather than never."""
+    if on_dead is not None:
+        await on_dead(delivery, reason)
+    await delivery.reject(reason)
+
+

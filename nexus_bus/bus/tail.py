@@ -1,23 +1,31 @@
-"""Reading a log stream in order: events, usage, audit, traces, dead letters."""
+"""Reading a stream in order without taking anything from it: logs, watches, listings.
+
+An ordered reader has a consumer of its own that keeps no state worth keeping: when it is lost, or a message is missing, it is
+made again from the last message seen.
+"""
 
 import asyncio
+import uuid
+from collections import deque
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from datetime import datetime
-from typing import TYPE_CHECKING, Any, Literal
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any, Literal, Self
 
-import msgspec
 from nats.errors import Error as NatsError
-from nats.js.api import ConsumerConfig, DeliverPolicy
+from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy
 
-from nexus_bus.bus import headers
+from nexus_bus.bus import headers as wire
 from nexus_bus.bus.codec import decode
+from nexus_bus.bus.pull import Request
 from nexus_bus.errors import BadMessage
-from schemas.base import BlobRef
 from schemas.subjects import SubjectEntry, parse
 
 if TYPE_CHECKING:
     from nexus_bus.bus.connection import Bus
+
+Since = Literal["all", "new"] | datetime
+BATCH = 256
 
 
 @dataclass(frozen=True)
@@ -29,72 +37,115 @@ class Item:
     tokens: dict[str, str]
     headers: dict[str, str]
     seq: int
-    time: datetime
+    time: datetime  # when the stream took it, UTC
 
 
-async def tail(
-    bus: "Bus", row: SubjectEntry, pattern: str, since: Literal["all", "new"] | datetime, follow: bool
-) -> AsyncIterator[Item]:
-    """Yield messages in stream order; without `follow`, end at the last one there is now. Survives restarts of the server."""
+class Reader:
+    """Messages of some subjects of a stream, in order, each once."""
+
+    def __init__(self, bus: "Bus", stream: str, filters: tuple[str, ...], since: Since | Literal["last_per_subject"]) -> None:
+        """Use it as an async context manager."""
+        self._bus = bus
+        self._stream = stream
+        self._filters = filters
+        self._since = since
+        self._consumer = ""
+        self._last = 0  # stream sequence of the last message accepted
+        self._expected = 1  # consumer sequence of the next one
+        self._to_come = 0  # stored messages not yet accepted, as of the last news
+        self._buffer: deque[Any] = deque()
+        self._arrived = asyncio.Event()
+        self._request = Request(bus, stream, self._make, lambda: BATCH - len(self._buffer))
+        self._request.accept = self._accept
+
+    async def __aenter__(self) -> Self:
+        """Begin reading."""
+        await self._request.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """End; the server forgets the consumer."""
+        await self._request.stop()
+        try:
+            await self._bus.js.delete_consumer(self._stream, self._consumer)
+        except (NatsError, TimeoutError):
+            self._bus.log.debug("a reader's consumer is left to its threshold", consumer=self._consumer)
+
+    async def stored(self) -> AsyncIterator[Any]:
+        """What is stored now, and no more."""
+        while self._buffer or self._to_come:
+            yield await self._next()
+
+    async def all(self) -> AsyncIterator[Any]:
+        """What is stored, then what comes."""
+        while True:
+            yield await self._next()
+
+    async def _next(self) -> Any:
+        while not self._buffer:
+            self._arrived.clear()
+            await self._arrived.wait()
+        msg = self._buffer.popleft()
+        await self._request.renew()
+        return msg
+
+    async def _make(self) -> str:
+        self._consumer = uuid.uuid4().hex
+        config = ConsumerConfig(
+            name=self._consumer,
+            ack_policy=AckPolicy.NONE,
+            mem_storage=True,
+            num_replicas=1,
+            inactive_threshold=60.0,
+            filter_subjects=list(self._filters),
+        )
+        if self._last:
+            config.deliver_policy, config.opt_start_seq = DeliverPolicy.BY_START_SEQUENCE, self._last + 1
+        elif isinstance(self._since, datetime):
+            config.deliver_policy = DeliverPolicy.BY_START_TIME
+            config.opt_start_time = self._since.astimezone(UTC).isoformat()  # type: ignore[assignment]
+        else:
+            config.deliver_policy = DeliverPolicy(self._since)
+        info = await self._bus.js.add_consumer(self._stream, config)
+        self._expected, self._to_come = 1, info.num_pending or 0
+        return self._consumer
+
+    def _accept(self, msg: Any) -> None:
+        meta = msg.metadata
+        if meta.consumer != self._consumer:
+            return  # of one that was given up
+        if meta.sequence.consumer != self._expected:
+            self._request.reopen()  # one is missing
+            return
+        self._expected += 1
+        self._to_come = meta.num_pending
+        if meta.sequence.stream > self._last:
+            self._last = meta.sequence.stream
+            self._buffer.append(msg)
+            self._arrived.set()
+
+
+async def tail(bus: "Bus", row: SubjectEntry, pattern: str, since: Since, follow: bool) -> AsyncIterator[Item]:
+    """Read a log stream; see Bus.tail."""
     if row.stream is None:
         raise ValueError(f"{row.name} is not kept in a stream")
-    seen = 0
-    while True:
-        try:
-            subscription = await bus.js.subscribe(
-                pattern, stream=row.stream, ordered_consumer=True, config=_config(pattern, since, seen)
-            )
+    async with Reader(bus, row.stream, (pattern,), since) as reader:
+        async for msg in reader.all() if follow else reader.stored():
             try:
-                info = await subscription.consumer_info()
-                left = info.num_pending or 0
-                if not follow and not left and not info.delivered.consumer_seq:
-                    return
-                while True:
-                    try:
-                        msg = await subscription.next_msg(timeout=2.0)
-                    except TimeoutError:
-                        info = await subscription.consumer_info()
-                        if not follow and not info.num_pending:
-                            return
-                        continue
-                    meta = msg.metadata
-                    if meta.sequence.stream > seen:
-                        seen = meta.sequence.stream
-                        item = await _item(bus, row, msg)
-                        if item is not None:
-                            yield item
-                    if not follow and not meta.num_pending:
-                        return
-            finally:
-                try:
-                    await subscription.unsubscribe()
-                except NatsError:
-                    bus.log.debug("unsubscribe while away")
-        except (NatsError, TimeoutError) as error:
-            bus.log.debug("tail begins again", stream=row.stream, error=repr(error))
-            await asyncio.sleep(0.2)
+                yield await _item(bus, row, msg)
+            except BadMessage as error:
+                bus.log.warning("an unreadable message in a log", subject=msg.subject, error=str(error))
 
 
-def _config(pattern: str, since: Literal["all", "new"] | datetime, seen: int) -> ConsumerConfig:
-    config = ConsumerConfig(filter_subject=pattern)
-    if seen:
-        config.deliver_policy, config.opt_start_seq = DeliverPolicy.BY_START_SEQUENCE, seen + 1
-    elif since == "new":
-        config.deliver_policy = DeliverPolicy.NEW
-    elif isinstance(since, datetime):
-        config.deliver_policy, config.opt_start_time = DeliverPolicy.BY_START_TIME, since
-    return config
-
-
-async def _item(bus: "Bus", row: SubjectEntry, msg: Any) -> Item | None:
-    given = dict(msg.headers or {})
-    _, tokens = parse(msg.subject)
-    payload = msg.data
-    try:
-        if given.get(headers.BLOB):
-            payload = await bus.blobs.get(msgspec.json.decode(payload, type=BlobRef))
-        message = decode(row, payload, given.get(headers.CONTENT_TYPE))
-    except (BadMessage, msgspec.MsgspecError) as error:
-        bus.log.warning("an entry of a log is not readable", subject=msg.subject, error=str(error))
-        return None
-    return Item(message, msg.subject, tokens, given, msg.metadata.sequence.stream, msg.metadata.timestamp)
+async def _item(bus: "Bus", row: SubjectEntry, msg: Any) -> Item:
+    headers: dict[str, str] = dict(msg.headers or {})
+    data = await bus.payloads.get(headers[wire.BLOB]) if wire.BLOB in headers else msg.data
+    meta = msg.metadata
+    return Item(
+        message=decode(row, data, headers.get(wire.CONTENT_TYPE)),
+        subject=msg.subject,
+        tokens=parse(msg.subject)[1],
+        headers=headers,
+        seq=meta.sequence.stream,
+        time=meta.timestamp,
+    )

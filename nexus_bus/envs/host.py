@@ -18,41 +18,39 @@ import tempfile
 import time
 from collections import deque
 from dataclasses import dataclass
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import msgspec
 import numpy as np
 
 from nexus_bus import errors
+from nexus_bus.envs.simulator import Observed
 from nexus_bus.errors import BadMessage, EnvironmentFault, NexusError, NotFound
 from nexus_bus.tensors import encode_image, from_tensor, to_tensor
 from schemas.base import Tensor
-from schemas.environment import Observation, SessionReply
+from schemas.environment import Observation, SessionCall, SessionReply
 from schemas.job import EnvironmentSpec
 
-Op = Literal["open", "reset", "step", "render", "expert", "save", "restore", "close"]
+Op = Literal["ping", "open", "call", "expert", "save", "restore", "close"]
+Encoding = Literal["png", "jpeg", "raw"]
 
 _LENGTH = struct.Struct("<I")
-_LIMIT = 1 << 30  # bytes of one frame: four uncompressed cameras at 4096 px, far above any real one
 
 
 class Request(msgspec.Struct, omit_defaults=True):
     """Parent to child: one call on one session."""
 
-    id: int
-    session: str
+    session: int
     op: Op
     spec: EnvironmentSpec | None = None  # open
-    seed: int = 0  # reset
-    trial: int = 0  # reset
-    actions: Tensor | None = None  # step
+    call: SessionCall | None = None  # call
+    encoding: Encoding = "png"  # call, restore
     state: bytes = b""  # restore
 
 
 class Answer(msgspec.Struct, omit_defaults=True):
-    """Child to parent: the reply, or the code and text of a NexusError."""
+    """Child to parent, in the order of the requests: the reply, or the code and text of a NexusError."""
 
-    id: int
     reply: SessionReply | None = None
     state: bytes = b""  # save
     action: Tensor | None = None  # expert
@@ -63,8 +61,7 @@ class Answer(msgspec.Struct, omit_defaults=True):
 
 @dataclass
 class _Waiting:
-    id: int
-    op: Op
+    what: str
     limit: float
     answer: asyncio.Future[Answer]
 
@@ -73,39 +70,48 @@ class SimulatorHost:
     """One child process and its sessions. Use from one event loop; calls may overlap and are served in order.
 
     Any call raises EnvironmentFault when the child died, or when a call made no progress within its time limit: then the
-    child is killed, all its sessions are gone, `alive` is False, and a new host has to be started.
+    child is killed, all its sessions are gone, `alive` is False, and a new host has to be started. A fault of one session
+    closes that session alone; the host stays `alive`.
     """
 
-    def __init__(self, process: asyncio.subprocess.Process, folder: str) -> None:
+    def __init__(
+        self,
+        process: asyncio.subprocess.Process,
+        streams: tuple[asyncio.StreamReader, asyncio.StreamWriter],
+        folder: str,
+        call_timeout: float,
+    ) -> None:
         self._process = process
+        self._reader, self._writer = streams
         self._folder = folder  # the child's working folder: some simulators write logs where they stand
+        self._call_timeout = call_timeout
         self._queue: deque[_Waiting] = deque()  # in the order the child serves them
         self._watchdog: asyncio.TimerHandle | None = None
         self._fault: str | None = None
-        self._next = 0
-        self.sessions: dict[str, EnvironmentSpec] = {}
-        self.versions: dict[str, str] = {}  # session -> simulator and versions
+        self._opened = 0
+        self.sessions: dict[int, EnvironmentSpec] = {}
+        self._reading = asyncio.create_task(self._read())
 
     @classmethod
-    async def start(cls, timeout: float = 30.0) -> "SimulatorHost":
-        """Start a child that answers. Raises EnvironmentFault if it does not within `timeout` seconds."""
+    async def start(cls, timeout: float = 30.0, call_timeout: float = 30.0) -> "SimulatorHost":
+        """Start a child. Raises EnvironmentFault if it does not answer within `timeout` seconds.
+
+        `call_timeout` is the longest that one call may take once the child has begun it.
+        """
         ours, theirs = socket.socketpair()
         folder = tempfile.mkdtemp(prefix="nexus-simulator-")
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "nexus_bus.envs.host", str(theirs.fileno()), str(os.getpid()),
-            stdin=asyncio.subprocess.DEVNULL,  # some simulators ask questions
-            stdout=asyncio.subprocess.DEVNULL,
-            cwd=folder,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
-            pass_fds=(theirs.fileno(),),
-        )  # fmt: skip
-        theirs.close()
-        host = cls(process, folder)
-        ours.setblocking(False)  # noqa: FBT003 - the socket API
-        host._reader, host._writer = await asyncio.open_unix_connection(sock=ours)
-        host._reading = asyncio.create_task(host._read())
+        with theirs:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "nexus_bus.envs.host", str(theirs.fileno()), str(os.getpid()),
+                stdin=asyncio.subprocess.DEVNULL,  # some simulators ask questions
+                stdout=asyncio.subprocess.DEVNULL,
+                cwd=folder,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+                pass_fds=(theirs.fileno(),),
+            )  # fmt: skip
+        host = cls(process, await asyncio.open_unix_connection(sock=ours), folder, call_timeout)
         try:
-            await host._ask("close", "", limit=timeout)  # any answer will do: closing an unknown session is nothing
+            await host._ask(Request(0, "ping"), timeout)
         except BaseException:
             await host.stop()
             raise
@@ -121,53 +127,40 @@ class SimulatorHost:
         """The child's process id."""
         return self._process.pid
 
-    async def open(self, spec: EnvironmentSpec, session: str | None = None, limit: float = 120.0) -> str:
-        """Open a session and return its id. Raises NotFound, BadJob, Unavailable as `Session` does."""
-        name = session or f"s{self._next}"
-        if name in self.sessions:
-            raise BadMessage(f"session: {name} is already open")
-        self.sessions[name] = spec
-        try:
-            answer = await self._ask("open", name, limit, spec=spec)
-        except BaseException:
-            self.sessions.pop(name, None)
-            raise
-        self.versions[name] = answer.version
-        return name
+    async def open(self, spec: EnvironmentSpec, timeout: float = 120.0) -> int:
+        """Open a session and return its number. Raises NotFound, BadJob, Unavailable as `Session` does."""
+        self._opened += 1
+        session = self._opened
+        await self._ask(Request(session, "open", spec=spec), timeout)
+        self.sessions[session] = spec
+        return session
 
-    async def call(
-        self,
-        session: str,
-        op: Literal["reset", "step", "render", "close"],
-        *,
-        seed: int = 0,
-        trial: int = 0,
-        actions: np.ndarray | Tensor | None = None,
-        limit: float = 30.0,
-    ) -> SessionReply:
-        """One call on a session; the reply is ready for the wire, its pictures in the spec's encoding.
+    async def call(self, session: int, call: SessionCall, encoding: Encoding | None = None) -> SessionReply:
+        """One call on a session; the reply is ready for the wire, its pictures in `encoding` (unset: the spec's).
 
-        `limit` is the longest this call may take once the child has begun it. Raises what `Session` raises, NotFound for a
-        session that is not open here, EnvironmentFault when the simulator failed (that session is then closed).
+        `close` ends the episode and keeps the simulator for whoever leases it next; `SimulatorHost.close` frees it.
+        Raises what `Session` raises, NotFound for a session that is not open here, EnvironmentFault when the simulator failed.
         """
-        packed = to_tensor(actions) if isinstance(actions, np.ndarray) else actions
-        answer = await self._ask(op, session, limit, seed=seed, trial=trial, actions=packed)
-        if op == "close":
-            self.sessions.pop(session, None)
-            self.versions.pop(session, None)
+        answer = await self._ask(Request(session, "call", call=call, encoding=encoding or self._encoding(session)))
         return answer.reply or SessionReply()
 
-    async def expert(self, session: str, limit: float = 30.0) -> np.ndarray:
+    async def expert(self, session: int) -> np.ndarray:
         """The scripted expert's action, float32 `[D]`."""
-        return from_tensor(cast(Tensor, (await self._ask("expert", session, limit)).action))
+        return from_tensor(cast(Tensor, (await self._ask(Request(session, "expert"))).action))
 
-    async def save(self, session: str, limit: float = 30.0) -> bytes:
+    async def save(self, session: int) -> bytes:
         """The session's whole episode, for `restore` here or in another host."""
-        return (await self._ask("save", session, limit)).state
+        return (await self._ask(Request(session, "save"))).state
 
-    async def restore(self, session: str, state: bytes, limit: float = 30.0) -> SessionReply:
+    async def restore(self, session: int, state: bytes) -> SessionReply:
         """Put a saved episode into a session of the same environment."""
-        return (await self._ask("restore", session, limit, state=state)).reply or SessionReply()
+        answer = await self._ask(Request(session, "restore", state=state, encoding=self._encoding(session)))
+        return answer.reply or SessionReply()
+
+    async def close(self, session: int) -> None:
+        """Free a session's simulator. Closing one that is not open does nothing."""
+        await self._ask(Request(session, "close"))
+        self.sessions.pop(session, None)
 
     async def stop(self) -> None:
         """End the child and wait for it; what is still waiting gets an EnvironmentFault. Calling it twice does nothing."""
@@ -183,23 +176,27 @@ class SimulatorHost:
             await self._reading
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    async def _ask(self, op: Op, session: str, limit: float, **fields: object) -> Answer:
+    def _encoding(self, session: int) -> Encoding:
+        if session not in self.sessions:
+            raise EnvironmentFault(self._fault) if self._fault else NotFound(f"session: {session} is not open here")
+        return self.sessions[session].image_encoding
+
+    async def _ask(self, request: Request, limit: float | None = None) -> Answer:
         if self._fault is not None:
             raise EnvironmentFault(self._fault)
-        waiting = _Waiting(self._next, op, limit, asyncio.get_running_loop().create_future())
-        self._next += 1
-        frame = msgspec.msgpack.encode(Request(waiting.id, session, op, **fields))  # type: ignore[arg-type]
+        what = request.call.op if request.call else request.op
+        waiting = _Waiting(what, limit or self._call_timeout, asyncio.get_running_loop().create_future())
+        frame = msgspec.msgpack.encode(request)
         self._writer.write(_LENGTH.pack(len(frame)) + frame)
         self._queue.append(waiting)
         if len(self._queue) == 1:
             self._arm()
-        answer = await asyncio.shield(waiting.answer)
+        answer = await asyncio.shield(waiting.answer)  # a caller that gives up must not lose its place in the order
         if not answer.code:
             return answer
         error = _error(answer.code, answer.message)
         if isinstance(error, EnvironmentFault):  # the child has closed it
-            self.sessions.pop(session, None)
-            self.versions.pop(session, None)
+            self.sessions.pop(request.session, None)
         raise error
 
     def _arm(self) -> None:
@@ -209,7 +206,7 @@ class SimulatorHost:
             self._watchdog = None
         if self._queue:
             head = self._queue[0]
-            text = f"simulator gave no answer to {head.op} within {head.limit:g} s and was killed"
+            text = f"simulator gave no answer to {head.what} within {head.limit:g} s and was killed"
             self._watchdog = asyncio.get_running_loop().call_later(head.limit, self._expire, text)
 
     def _expire(self, text: str) -> None:
@@ -235,7 +232,6 @@ class SimulatorHost:
         self._queue.clear()
         self._arm()
         self.sessions.clear()
-        self.versions.clear()
         for one in waiting:
             if not one.answer.done():
                 one.answer.set_exception(EnvironmentFault(self._fault))
@@ -252,21 +248,20 @@ def _error(code: str, message: str) -> NexusError:
 
 
 class _Child:
-    """The other end: sessions by name, one request at a time."""
+    """The other end: sessions by number, one request at a time."""
 
     def __init__(self) -> None:
         from nexus_bus.envs.session import Session  # noqa: PLC0415 - the parent never needs it
 
         self._open = Session
-        self._sessions: dict[str, Session] = {}
+        self._sessions: dict[int, Session] = {}
 
     def serve(self, channel: socket.socket) -> None:
+        """Answer requests until the parent closes its end."""
         with channel.makefile("rwb") as stream:
             while len(head := stream.read(_LENGTH.size)) == _LENGTH.size:
-                size = _LENGTH.unpack(head)[0]
-                if size > _LIMIT:
-                    return
-                frame = msgspec.msgpack.encode(self._answer(msgspec.msgpack.decode(stream.read(size), type=Request)))
+                request = msgspec.msgpack.decode(stream.read(_LENGTH.unpack(head)[0]), type=Request)
+                frame = msgspec.msgpack.encode(self._answer(request))
                 stream.write(_LENGTH.pack(len(frame)) + frame)
                 stream.flush()
         for session in self._sessions.values():
@@ -276,57 +271,65 @@ class _Child:
         try:
             return self._handle(request)
         except NexusError as error:
-            if isinstance(error, EnvironmentFault) and request.session in self._sessions:
-                self._sessions.pop(request.session).close()
-            return Answer(request.id, code=error.code, message=str(error))
+            if isinstance(error, EnvironmentFault):
+                self._close(request.session)
+            return Answer(code=error.code, message=str(error))
         except Exception as error:  # noqa: BLE001 - the other sessions of this child must go on
-            return Answer(request.id, code=EnvironmentFault.code, message=f"{request.op}: {type(error).__name__}: {error}")
+            self._close(request.session)
+            return Answer(code=EnvironmentFault.code, message=f"{request.op}: {type(error).__name__}: {error}")
+
+    def _close(self, session: int) -> None:
+        if session in self._sessions:
+            self._sessions.pop(session).close()
 
     def _handle(self, request: Request) -> Answer:
+        if request.op == "ping":
+            return Answer()
         if request.op == "open":
-            session = self._open(cast(EnvironmentSpec, request.spec))
-            self._sessions[request.session] = session
-            return Answer(request.id, version=session.description.simulator)
+            self._sessions[request.session] = self._open(cast(EnvironmentSpec, request.spec))
+            return Answer()
         if request.op == "close":
-            if request.session in self._sessions:
-                self._sessions.pop(request.session).close()
-            return Answer(request.id)
+            self._close(request.session)
+            return Answer()
         session = self._sessions.get(request.session)
         if session is None:
             raise NotFound(f"session: {request.session} is not open here")
         if request.op == "save":
-            return Answer(request.id, state=session.save())
+            return Answer(state=session.save())
         if request.op == "expert":
-            return Answer(request.id, action=to_tensor(session.expert()))
+            return Answer(action=to_tensor(session.expert()))
         begin = time.perf_counter()
-        encoding = session.spec.image_encoding
-        if request.op == "render":
-            reply = SessionReply(image=encode_image(session.render(), encoding), steps=session.steps)
-        elif request.op == "step":
-            if request.actions is None:
-                raise BadMessage("actions: a step needs them")
-            done = session.step(from_tensor(request.actions))
-            reply = SessionReply(
-                observation=_observation(done.observed, encoding),
-                rewards=done.rewards,
-                successes=done.successes,
-                terminated=done.terminated,
-                truncated=done.truncated,
-                end=done.end,
-                steps=session.steps,
-            )
+        if request.op == "restore":
+            reply = _reply(session, session.restore(request.state), request.encoding)
         else:
-            restoring = request.op == "restore"
-            observed = session.restore(request.state) if restoring else session.reset(request.seed, request.trial)
-            reply = SessionReply(
-                observation=_observation(observed, encoding), end=session.end or "running", steps=session.steps
-            )
-        return Answer(request.id, reply=msgspec.structs.replace(reply, device_s=time.perf_counter() - begin))
+            reply = _call(session, cast(SessionCall, request.call), request.encoding)
+        return Answer(reply=msgspec.structs.replace(reply, device_s=time.perf_counter() - begin))
 
 
-def _observation(observed, encoding) -> Observation:  # type: ignore[no-untyped-def]
+def _call(session: Any, call: SessionCall, encoding: Encoding) -> SessionReply:
+    if call.op == "reset":
+        return _reply(session, session.reset(call.seed, call.trial), encoding)
+    if call.op == "render":
+        return SessionReply(image=encode_image(session.render(), encoding), steps=session.steps)
+    if call.op == "close":
+        session.leave()
+        return SessionReply()
+    if call.actions is None:
+        raise BadMessage("actions: a step needs them")
+    done = session.step(from_tensor(call.actions))
+    return msgspec.structs.replace(
+        _reply(session, done.observed, encoding),
+        rewards=done.rewards,
+        successes=done.successes,
+        terminated=done.terminated,
+        truncated=done.truncated,
+    )
+
+
+def _reply(session: Any, observed: Observed, encoding: Encoding) -> SessionReply:
     images = {camera: encode_image(picture, encoding) for camera, picture in observed.images.items()}
-    return Observation(images=images, state=to_tensor(observed.state), instruction=observed.instruction)
+    observation = Observation(images=images, state=to_tensor(observed.state), instruction=observed.instruction)
+    return SessionReply(observation=observation, end=session.end, steps=session.steps)
 
 
 def _die_with(parent: int) -> None:

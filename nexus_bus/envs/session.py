@@ -129,6 +129,10 @@ class Session:
             self.steps, self.end = saved.steps, saved.end
             return self._observe()
 
+    def leave(self) -> None:
+        """End the episode early; the next call has to be a reset or a restore."""
+        self.end = None
+
     def close(self) -> None:
         """Free the simulator. Calling it twice does nothing."""
         self._simulator.close()

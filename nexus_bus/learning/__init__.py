@@ -1,1 +1,1 @@
-"""Learning: pure functions of slots and work, run without a server. `group` shares the forward, `algorithms` learn privately."""
+"""Learning: pure, runs without a server. `group` shares the forward, `algorithms` learn privately in a slot."""

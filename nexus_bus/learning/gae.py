@@ -15,9 +15,9 @@ def gae(
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Advantages and returns [n] of an episode's n chunks (Schulman et al. 2016, eq. 16).
 
-    A chunk is one decision: `rewards` are sums over its executed actions and γ is applied once per chunk, however many actions
-    were executed. An episode that the task ended is worth nothing after its end; one that the time limit cut goes on with
-    `final_value`, the value of the final observation.
+    A chunk is one decision: `rewards` are sums over its executed actions, and gamma is applied once per chunk, however many
+    actions were executed. An episode that the task ended is worth nothing after its end; one that the time limit cut goes
+    on with `final_value`, the value of the final observation.
     """
     advantages = np.zeros_like(rewards)
     following = 0.0 if terminated else final_value

@@ -1,7 +1,7 @@
 """The group step: one encode for several tenants' work, then private learning, one after another. Heart of the trainer.
 
-Grouped or alone, a member's numbers are the same: features do not depend on their neighbours (exact profile), and everything after
-them is the member's own. A member that fails, fails alone, and its slot stands where it stood before.
+Grouped or alone, a member's numbers are the same: features do not depend on their neighbours (exact profile), and all that
+follows is the member's own. A member that fails, fails alone, and its slot stands where it stood before.
 """
 
 import time

@@ -50,7 +50,8 @@ class Backbone:
             raise BadJob(f"base: {base!r} is a {info.model_type!r}; served are {', '.join(FAMILIES)}")
         place = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
         transformers_logging.disable_progress_bar()
-        model, report = AutoModelForImageTextToText.from_pretrained(
+        loader: Any = AutoModelForImageTextToText
+        model, report = loader.from_pretrained(
             info.path,
             dtype=torch.float32 if profile == "exact" else torch.bfloat16,
             attn_implementation="eager" if profile == "exact" else "sdpa",

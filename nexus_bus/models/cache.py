@@ -1,7 +1,7 @@
 """The feature cache of a host: what one worker encoded, the worker beside it does not encode again.
 
-Content-addressed, so nothing is ever invalid. In memory an LRU; below it, if a directory is given, one file a feature, shared by
-any number of processes: files appear whole (written aside, then renamed), the oldest go when the bound is passed.
+Content-addressed, so nothing is ever invalid. In memory an LRU; below it, if a directory is given, one file a feature,
+shared by any number of processes: files appear whole (written aside, then renamed), the oldest go when the bound is passed.
 """
 
 import contextlib

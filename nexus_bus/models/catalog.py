@@ -47,7 +47,7 @@ HEADS: dict[str, HeadEntry] = {
         },
     ),
     "gr00t": HeadEntry(
-        summary="Flow matching: a diffusion transformer whose layers attend alternately to the backbone's tokens and to themselves.",
+        summary="Flow matching: a diffusion transformer, attending in turn to the backbone's tokens and to its own.",
         rl=False,
         options={
             "width": Option(96, 16, 4096, "width of the transformer"),
@@ -58,7 +58,7 @@ HEADS: dict[str, HeadEntry] = {
             "repeats": Option(8, 1, 64, "noise draws per sample and step"),
             "steps": Option(4, 1, 100, "Euler steps at inference"),
             "buckets": Option(1000, 2, 100_000, "time buckets"),
-            "noise_alpha": Option(1.5, 0.1, 10.0, "α of the Beta(α, 1) that times are drawn from"),
+            "noise_alpha": Option(1.5, 0.1, 10.0, "alpha of the Beta(alpha, 1) that times are drawn from"),
             "noise_s": Option(0.999, 0.5, 1.0, "largest time drawn"),
         },
     ),
@@ -123,8 +123,8 @@ def resolve_base(base: str) -> Path:
     if (path / "config.json").is_file():
         return path.resolve()
     if base.count("/") == 1 and not path.is_absolute():
-        from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+        from huggingface_hub import snapshot_download  # noqa: PLC0415 - slow to load, and only the `models` extra has it
+        from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError  # noqa: PLC0415
 
         try:
             return Path(snapshot_download(base, local_files_only=True))

@@ -82,8 +82,8 @@ def check_contract(
     _equal("head.horizon", contract.head.horizon, contract.horizon)
     if contract.horizon > contract.query_tokens:
         raise ContractError(
-            f"contract.horizon: {contract.horizon} actions, but {contract.backbone} ends its prompts with {contract.query_tokens} "
-            f"query tokens; choose a horizon of at most {contract.query_tokens}"
+            f"contract.horizon: {contract.horizon} actions, but {contract.backbone} ends its prompts with "
+            f"{contract.query_tokens} query tokens; choose a horizon of at most {contract.query_tokens}"
         )
     if not len(contract.action.low) == len(contract.action.high) == contract.action.size:
         raise ContractError(f"contract.action: {contract.action.size} dimensions, but the bounds have another number")

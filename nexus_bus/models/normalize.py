@@ -19,7 +19,8 @@ DEGENERATE = 1e-6  # a range or deviation below this is none: such a dimension i
 class Normalize:
     """One normalizer, ready to use. Works on numpy arrays and on tensors of the CPU, over the last axis.
 
-    mean_std: (x − μ)/(σ + 1e-8), inverse x·σ + μ. min_max and quantile (q01, q99): 2(x − low)/(high − low) − 1, without clamp.
+    mean_std: (x - mean)/(std + 1e-8), inverse x·std + mean. min_max and quantile (q01, q99): 2(x - low)/(high - low) - 1,
+    without clamp.
     A dimension that the mask leaves out passes unchanged (specs of the field: a gripper).
     """
 

@@ -4,7 +4,7 @@ import os
 import sys
 
 SETTINGS = {
-    "OMP_WAIT_POLICY": "PASSIVE",  # spinning threads on shared cores cost 8×
+    "OMP_WAIT_POLICY": "PASSIVE",  # spinning threads on shared cores cost 8 times as much
     "MKL_CBWR": "AUTO,STRICT",  # bit-equal products whatever the shape of the batch and the number of threads
     "TRANSFORMERS_VERBOSITY": "error",
     "TOKENIZERS_PARALLELISM": "false",

@@ -64,9 +64,9 @@ def load_processor(path: Path) -> Any:
     except (ImportError, ValueError) as error:
         if "orchvision" not in str(error):
             raise
-    stock = PROCESSOR_MAPPING[type(AutoConfig.from_pretrained(path))]
+    stock: Any = PROCESSOR_MAPPING[type(AutoConfig.from_pretrained(path))]
 
-    class ImageTextOnly(stock):  # pyright: ignore[reportGeneralTypeIssues]  # the class is the checkpoint's choice
+    class ImageTextOnly(stock):
         def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
             if "video" in argument_name and argument is None:
                 return None
@@ -165,7 +165,7 @@ class PromptReader:
 
 
 class PatchMaker:
-    """What the checkpoint's image processor computes, 5× faster: a look-up per channel, then a transposition.
+    """What the checkpoint's image processor computes, five times faster: a look-up per channel, then a transposition.
 
     Both tables are read off the processor itself and compared with it on a noise image; where they do not reproduce it to
     the bit (a processor of another family, or one that resizes), the processor does the work.
@@ -220,5 +220,5 @@ def content_digest(images: Sequence[NDArray[np.uint8]]) -> bytes:
     digest = hashlib.blake2b(digest_size=16)
     for image in images:
         digest.update(struct.pack("<III", *image.shape))
-        digest.update(np.ascontiguousarray(image))
+        digest.update(np.ascontiguousarray(image).data)
     return digest.digest()

@@ -94,9 +94,8 @@ def load_tensors(module: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> N
         raise ContractError(f"weights: {odd[0]!r} is in only one of the file and the head ({len(odd)} such tensors)")
     for name, tensor in tensors.items():
         if tensor.shape != own[name].shape or tensor.dtype != own[name].dtype:
-            raise ContractError(
-                f"weights: {name!r} is {tensor.dtype}{list(tensor.shape)}, the head has {own[name].dtype}{list(own[name].shape)}"
-            )
+            has, gets = (f"{t.dtype}{list(t.shape)}" for t in (own[name], tensor))
+            raise ContractError(f"weights: {name!r} is {gets}, the head has {has}")
         if not torch.isfinite(tensor).all():
             raise ContractError(f"weights: {name!r} holds numbers that are not finite")
     module.load_state_dict(tensors)
@@ -161,7 +160,7 @@ class PolicySlot:
         if not np.isfinite(sample).all():
             raise ContractError(f"policy {self.version}: its actions are not finite")
         space = self.contract.action
-        raw = np.clip(self.action_norm.inverse(sample), np.float32(space.low), np.float32(space.high))
+        raw = np.clip(self.action_norm.inverse(sample), space.low, space.high)
         return Acted(raw.astype(np.float32), sample, log_prob, value)
 
 

@@ -1,9 +1,9 @@
 """Proximal policy optimisation over action chunks (Schulman et al. 2017), for heads with a density and a value.
 
 A chunk is one action of the Markov process: its reward is the sum over the executed actions, its log-prob the sum over executed
-actions and their dimensions, γ applies once per chunk. Dual clip after Ye et al. 2020, decoupled proximal policy for records
-made by an older version after Hilton et al. 2022. Defaults of the field: clip 0.2, dual clip 3, value clip 0.2 with Huber δ 10,
-γ 0.99, λ 0.95, advantages (A − mean)/(std + 1e-5).
+actions and their dimensions, gamma applies once per chunk. Dual clip after Ye et al. 2020, decoupled proximal policy for
+records made by an older version after Hilton et al. 2022. Defaults of the field: clip 0.2, dual clip 3, value clip 0.2 with
+Huber delta 10, gamma 0.99, lambda 0.95, advantages (A - mean)/(std + 1e-5).
 """
 
 from dataclasses import dataclass

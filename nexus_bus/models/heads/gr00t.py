@@ -1,8 +1,9 @@
-"""`gr00t`: flow matching with a diffusion transformer whose layers attend alternately to the backbone's tokens and to themselves.
+"""`gr00t`: flow matching with a diffusion transformer that attends in turn to the backbone's tokens and to its own.
 
 After GR00T N1 as StarVLA ships it, scaled by options: tokens are the state, some learned ones and the noisy actions; layer
-norms are shifted and scaled by the time. With noise ε, actions a and time t: x_t = (1 − t)·ε + t·a, and the network learns
-v = a − ε; t = (s − min(z, s))/s for z ~ Beta(α, 1), in buckets. Inference integrates v from t = 0 in a few Euler steps.
+norms are shifted and scaled by the time. With actions a and time t: x_t = (1 - t)·noise + t·a, and the network learns the
+velocity v = a - noise; t = (s - min(z, s))/s for z ~ Beta(alpha, 1), in buckets. Inference integrates v from t = 0 in a few
+Euler steps.
 """
 
 import math
@@ -68,6 +69,7 @@ class Gr00t(ActionModule):
     def __init__(self, spec: HeadSpec, feature_size: int, state_size: int, action_size: int) -> None:
         super().__init__(spec, feature_size, state_size, action_size)
         width, heads, ratio = self.option("width"), self.option("heads"), self.option("mlp_ratio")
+        self.width = width
         self.repeats, self.steps, self.buckets = self.option("repeats"), self.option("steps"), self.option("buckets")
         self.alpha, self.limit = float(spec.options["noise_alpha"]), float(spec.options["noise_s"])
         self.context_norm = nn.LayerNorm(feature_size)
@@ -88,14 +90,15 @@ class Gr00t(ActionModule):
         """Learned tokens and place embeddings small; adaptive norms start as plain ones."""
         nn.init.normal_(self.learned, std=0.02, generator=generator)
         nn.init.normal_(self.place, std=0.02, generator=generator)
-        for linear in (self.output_modulation, *(layer.modulation for layer in self.layers)):
-            nn.init.zeros_(linear.weight)
+        for name, weight in self.named_parameters():
+            if name.endswith("modulation.weight"):
+                nn.init.zeros_(weight)
 
     def velocity(self, features: FeatureBatch, state: torch.Tensor, noisy: torch.Tensor, bucket: torch.Tensor) -> torch.Tensor:
         """v [B, R, T, D] at noisy actions [B, R, T, D] and time buckets [B, R] (whole numbers)."""
         context = self.context_norm(features.hidden)
         batch, repeats = bucket.shape
-        wave = _sinusoid(bucket, self.time[0].in_features)
+        wave = _sinusoid(bucket, self.width)
         time = self.time(wave)
         steps = torch.cat([self.action(noisy), wave.unsqueeze(2).expand(-1, -1, self.horizon, -1)], dim=-1)
         tokens = [self.learned.expand(batch, repeats, -1, -1), self.action_mlp(steps) + self.place]
@@ -108,7 +111,7 @@ class Gr00t(ActionModule):
         return self.output(self.output_norm(x[:, :, -self.horizon :]) * (1 + scale) + shift)
 
     def draw_times(self, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
-        """Times in [0, 1), most of them near 0 (much noise). Beta(α, 1) is a uniform number to the power 1/α."""
+        """Times in [0, 1), most of them near 0 (much noise). Beta(alpha, 1) is a uniform number to the power 1/alpha."""
         z = torch.rand(shape, generator=generator).pow(1 / self.alpha)
         return (self.limit - z.clamp_max(self.limit)) / self.limit
 

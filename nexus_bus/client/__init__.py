@@ -1,0 +1,13 @@
+"""What a tenant imports: submit jobs, follow them, fetch policies. Needs no torch.
+
+    async with await Client.connect(tenant="acme") as client:
+        submission = await client.submit("pick.toml")
+        async for event in client.watch(submission.job):
+            print(event.time, event.type, event.message)
+
+The same without async: `nexus_bus.client.sync.Client`.
+"""
+
+from nexus_bus.client.client import Client, Submission
+
+__all__ = ["Client", "Submission"]

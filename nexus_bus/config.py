@@ -1,0 +1,201 @@
+"""Settings: one frozen Struct per role, defaults that were tried, and where each value in force came from.
+
+Before the line: `worker.run` loads them before anything heavy is imported. Precedence: flags, environment, TOML file, default.
+In the environment NEXUS_<FIELD> is for every role that has the field, NEXUS_<ROLE>_<FIELD> for one. The file (`--config`, or
+NEXUS_CONFIG) has a table `[all]` for every role that has the field, and one per role. `nexus config ROLE` prints the result.
+"""
+
+import difflib
+import os
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta, field
+
+from nexus_bus.errors import Refused
+
+MB = 1 << 20
+
+HOME = "NEXUS_HOME"
+FILE = "NEXUS_CONFIG"
+
+Whole = Annotated[int, Meta(ge=1)]
+Time = Annotated[float, Meta(gt=0)]
+Bytes = Annotated[int, Meta(ge=0)]
+
+
+def home() -> Path:
+    """Where server, logs, datasets and caches live: NEXUS_HOME, else `.nexus` below the working directory."""
+    return Path(os.environ.get(HOME, ".nexus")).expanduser().resolve()
+
+
+def default_url() -> str:
+    """The server that `nexus up` started in this home, else the port that NATS is known for."""
+    kept = home() / "url"
+    return kept.read_text().strip() if kept.is_file() else "nats://127.0.0.1:4222"
+
+
+class Common(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What every role has."""
+
+    url: str = field(default_factory=default_url)  # of the NATS server
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    trace_ratio: Annotated[float, Meta(ge=0, le=1)] = 1.0  # share of traces kept
+    beat_s: Time = 1.0  # between heartbeats
+
+
+class MasterConfig(Common, frozen=True, kw_only=True):
+    """Master."""
+
+
+class EnvironmentConfig(Common, frozen=True, kw_only=True):
+    """Environment Service."""
+
+    data_root: str = field(default_factory=lambda: str(home() / "datasets"))  # a directory per tenant
+    sessions: Whole = 128  # held at once
+    feeds: Whole = 8  # datasets read or recorded side by side
+    call_timeout_s: Time = 20.0  # a simulator that takes longer is ended
+
+
+class RolloutConfig(Common, frozen=True, kw_only=True):
+    """Rollout."""
+
+    concurrency: Whole = 24  # episodes side by side
+    infer_timeout_s: Time = 20.0
+    open_timeout_s: Time = 30.0
+    call_timeout_s: Time = 25.0  # above the environment's own, so that its answer arrives
+    session_lease_s: Time = 60.0  # a session nobody calls for this long ends itself
+
+
+class ModelConfig(Common, frozen=True, kw_only=True):
+    """What both model roles share. A host's workers share one feature cache on disk."""
+
+    base: str = "nexus-nano"  # the shipped backbone, a directory, or a hub id
+    device: str = "auto"  # auto, cpu, cuda, cuda:1 …
+    profile: Literal["exact", "fast"] = "exact"  # exact: one result whatever the neighbours
+    threads: Whole = 1  # of the forward
+    cache_dir: str | None = field(default_factory=lambda: str(home() / "features"))  # "none": memory only
+    cache_memory_bytes: Bytes = 256 * MB
+    cache_disk_bytes: Bytes = 2048 * MB
+
+
+class InferenceConfig(ModelConfig, frozen=True, kw_only=True):
+    """Inference."""
+
+    batch: Whole = 32  # B: samples per group
+    wait_ms: Annotated[float, Meta(ge=0)] = 4.0  # T: a group closes this long after its first request
+    slots: Whole = 64  # policy versions kept loaded
+
+
+class TrainerConfig(ModelConfig, frozen=True, kw_only=True):
+    """Trainer."""
+
+    slots: Whole = 16  # jobs held at once
+    commit_every: Whole = 50  # SFT steps between commits
+    group_wait_ms: Annotated[float, Meta(ge=0)] = 2.0  # T of the group batch
+    lease_s: Annotated[float, Meta(ge=1)] = 6.0  # a slot is taken over this long after its holder fell silent
+
+
+class HealthConfig(Common, frozen=True, kw_only=True):
+    """Health Manager."""
+
+    missed: Whole = 4  # heartbeats, until a worker counts as lost
+    starting_s: Time = 120.0  # allowed from start to the first work
+    wedged_s: Time = 90.0  # busy without progress
+    backoff_s: Annotated[float, Meta(ge=0)] = 0.5  # before the second restart, then doubling
+    loop_window_s: Time = 60.0  # in which …
+    loop_limit: Whole = 5  # … this many restarts are a crash loop
+
+
+ROLES: dict[str, type[Common]] = {
+    "master": MasterConfig,
+    "environment": EnvironmentConfig,
+    "rollout": RolloutConfig,
+    "inference": InferenceConfig,
+    "trainer": TrainerConfig,
+    "health": HealthConfig,
+}
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """Settings in force (`value`, the role's Struct), and for each field who set it."""
+
+    value: Any
+    sources: dict[str, str]
+
+    def rows(self) -> list[tuple[str, str, str]]:
+        """(field, value, source) of every field, in order, for people."""
+        return [(name, repr(getattr(self.value, name)), source) for name, source in self.sources.items()]
+
+
+def load(role: str, *, flags: Mapping[str, Any] | None = None, file: Path | None = None) -> Loaded:
+    """Settings of a role. Flags that are None were not given.
+
+    Raises:
+        Refused: an unknown role or key (with the nearest that exists), or a value that does not fit, with its source.
+    """
+    if role not in ROLES:
+        raise Refused(f"role {role!r} does not exist{_nearest(role, ROLES)}")
+    kinds = {f.name: f.type for f in msgspec.structs.fields(ROLES[role])}
+    values: dict[str, Any] = {}
+    sources = dict.fromkeys(kinds, "default")
+    given = {key: value for key, value in (flags or {}).items() if value is not None}
+    for source, key, value in (
+        *_file(role, file or (Path(os.environ[FILE]) if os.environ.get(FILE) else None), kinds),
+        *_environment(role, kinds),
+        *(("flag", key, value) for key, value in given.items()),
+    ):
+        if key not in kinds:
+            raise Refused(f"{source}: {role} has no setting {key!r}{_nearest(key, kinds)}")
+        values[key], sources[key] = _fit(source, key, value, kinds[key]), source
+    return Loaded(ROLES[role](**values), sources)
+
+
+def _fit(source: str, key: str, value: Any, kind: Any) -> Any:
+    """Text of the environment or a command line becomes what the field takes; "none" is nothing, where that is allowed."""
+    if value == "none" and kind == str | None:
+        return None
+    try:
+        return msgspec.convert(value, kind, strict=False)
+    except msgspec.ValidationError as error:
+        raise Refused(f"{source}: {key} = {value!r}: {error}") from error
+
+
+def _file(role: str, path: Path | None, kinds: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
+    if path is None:
+        return
+    try:
+        document = tomllib.loads(path.read_text())
+    except (OSError, tomllib.TOMLDecodeError) as error:
+        raise Refused(f"settings file {path}: {error}") from error
+    tables = {"all": {f.name for kind in ROLES.values() for f in msgspec.structs.fields(kind)}} | {
+        name: {f.name for f in msgspec.structs.fields(kind)} for name, kind in ROLES.items()
+    }
+    for table, content in document.items():  # all of it, whoever reads: a typing error is found by the first worker that starts
+        if table not in tables or not isinstance(content, dict):
+            raise Refused(f"settings file {path}: no table [{table}]{_nearest(table, tables)}")
+        for key in content:
+            if key not in tables[table]:
+                raise Refused(f"settings file {path}: [{table}] has no setting {key!r}{_nearest(key, tables[table])}")
+    for table in ("all", role):
+        yield from ((f"{path} [{table}]", key, value) for key, value in document.get(table, {}).items() if key in kinds)
+
+
+def _environment(role: str, kinds: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+    for key in kinds:
+        if (variable := f"NEXUS_{key.upper()}") in os.environ:
+            yield variable, key, os.environ[variable]
+    prefix = f"NEXUS_{role.upper()}_"
+    for variable in sorted(os.environ):
+        if variable.startswith(prefix):
+            yield variable, variable.removeprefix(prefix).lower(), os.environ[variable]
+
+
+def _nearest(word: str, known: Mapping[str, Any] | set[str]) -> str:
+    near = difflib.get_close_matches(word, known, n=1)
+    return f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(sorted(known))}"

@@ -1,0 +1,242 @@
+"""The compiler: a job document becomes a plan, or a refusal that names the field. Pure, and without torch.
+
+The master runs it when a job comes, `nexus plan` before one is sent.
+"""
+
+from dataclasses import dataclass
+
+import msgspec
+
+from nexus_bus.envs.catalog import EnvDescription, describe
+from nexus_bus.errors import BadJob
+from nexus_bus.models.catalog import HEADS, BackboneInfo, check_head, describe_backbone
+from schemas.job import EvaluationSpec, HeadSpec, JobSpec, Ppo, Sft
+from schemas.plan import Phase, Plan
+from schemas.policy import ActionSpec, ObservationSpec, PolicyVersion
+from schemas.subjects import subject
+
+# Rough costs on one CPU core at nano size, for the estimate alone.
+FORWARD_S, SFT_STEP_S, PPO_CHUNK_S = 0.004, 0.03, 0.0006
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """What a plan is made of, once checked."""
+
+    spec: JobSpec
+    head: HeadSpec
+    environment: EnvDescription | None
+    action: ActionSpec
+    observation: ObservationSpec
+
+
+def compile_plan(spec: JobSpec, tenant: str, init: PolicyVersion | JobSpec | None = None) -> Plan:
+    """Check a job and decide how it runs.
+
+    Args:
+        init: what `spec.init` names: a version that exists, or the spec of the job that will make it. None when planning offline.
+
+    Raises:
+        BadJob, NotFound: the job asks for something that does not exist or does not fit; the text begins with the field.
+    """
+    _check_kind(spec)
+    backbone = describe_backbone(spec.base)
+    head = _head(spec, init)
+    environment = describe(spec.environment) if spec.environment is not None else None
+    _check_environment(spec, environment, head, backbone)
+    action, observation = _spaces(spec, environment, init)
+    spec = msgspec.structs.replace(spec, head=head, algorithm=_algorithm(spec), evaluation=_evaluation(spec))
+    parts = _Parts(spec, head, environment, action, observation)
+    execute = (spec.environment.execute if spec.environment else None) or head.horizon
+    phases = _phases(spec)
+    batches = _batches(spec)
+    return Plan(
+        tenant=tenant,
+        spec=spec,
+        phases=phases,
+        roles=_roles(phases, spec),
+        subjects=_subjects(tenant, spec, phases),
+        action=action,
+        observation=observation,
+        max_steps=environment.max_steps if environment else 1,
+        execute=execute,
+        instructions=environment.instructions if environment else [],
+        batches=batches,
+        estimates=_estimates(parts, execute, batches),
+        notes=_notes(spec, init),
+    )
+
+
+def _check_kind(spec: JobSpec) -> None:
+    if spec.tier == "lora":
+        raise BadJob("tier: 'lora' is not served yet; use 'frozen'")
+    if spec.kind == "eval":
+        if spec.init is None:
+            raise BadJob("init: an eval job names the policy version it evaluates, e.g. init = \"pick@3\"")
+        if spec.algorithm is not None or spec.data is not None:
+            raise BadJob("algorithm: an eval job learns nothing; leave out algorithm and data")
+    elif spec.kind == "sft":
+        if isinstance(spec.algorithm, Ppo):
+            raise BadJob("algorithm: 'ppo' needs kind = \"rl\"")
+        if spec.data is None or (spec.data.dataset is None and spec.data.expert is None):
+            raise BadJob("data: an sft job needs data.dataset (a directory of yours) or data.expert (to record one)")
+    else:
+        if isinstance(spec.algorithm, Sft):
+            raise BadJob("algorithm: 'sft' needs kind = \"sft\"")
+        if spec.data is not None:
+            raise BadJob("data: an rl job learns from its own episodes; start from a policy trained on data by `init`")
+    if spec.environment is None and (spec.kind != "sft" or spec.evaluation is not None or (spec.data and spec.data.expert)):
+        raise BadJob(f"environment: {spec.kind} with what it asks for needs one; `nexus catalog` lists them")
+
+
+def _head(spec: JobSpec, init: PolicyVersion | JobSpec | None) -> HeadSpec:
+    inherited = init.contract.head if isinstance(init, PolicyVersion) else init.head if init is not None else None
+    if spec.head is None:
+        return check_head(inherited or HeadSpec())
+    head = check_head(spec.head)
+    if inherited is not None and head != check_head(inherited):
+        raise BadJob(f"head: {spec.init} has the head {inherited.type} with horizon {inherited.horizon}; leave `head` out to inherit it")
+    return head
+
+
+def _check_environment(spec: JobSpec, environment: EnvDescription | None, head: HeadSpec, backbone: BackboneInfo) -> None:
+    if head.horizon > backbone.query_tokens:
+        raise BadJob(f"head.horizon: {head.horizon}, but {backbone.name} takes at most {backbone.query_tokens}")
+    execute = spec.environment.execute if spec.environment else None
+    if execute is not None and execute > head.horizon:
+        raise BadJob(f"environment.execute: {execute} actions of a chunk of {head.horizon}")
+    if spec.kind == "rl" and not HEADS[head.type].rl:
+        able = ", ".join(name for name, entry in HEADS.items() if entry.rl)
+        raise BadJob(f"head.type: {head.type!r} has no log-prob for reinforcement learning; use {able}")
+    if spec.tier not in HEADS[head.type].tiers:
+        raise BadJob(f"tier: {head.type!r} needs {' or '.join(HEADS[head.type].tiers)}")
+    if spec.data is not None and spec.data.expert is not None and environment is not None and not environment.expert:
+        raise BadJob(f"data.expert: {spec.environment.id if spec.environment else ''} has no scripted expert; give data.dataset")
+
+
+def _spaces(
+    spec: JobSpec, environment: EnvDescription | None, init: PolicyVersion | JobSpec | None
+) -> tuple[ActionSpec, ObservationSpec]:
+    if environment is None:
+        if isinstance(init, PolicyVersion):
+            return init.contract.action, init.contract.observation
+        raise BadJob("environment: needed to know what the policy sees and does; name the one the dataset was recorded in")
+    action, observation = environment.action, environment.observation
+    if isinstance(init, PolicyVersion):
+        had_action, had_seen = init.contract.action, init.contract.observation
+    elif init is not None and init.environment is not None:
+        known = describe(init.environment)
+        had_action, had_seen = known.action, known.observation
+    else:
+        return action, observation
+    for field, has, met in (
+        ("action.size", had_action.size, action.size),
+        ("observation.state_size", had_seen.state_size, observation.state_size),
+        ("observation.cameras", dict(had_seen.cameras), dict(observation.cameras)),
+    ):
+        if has != met:
+            raise BadJob(f"init: {spec.init} was trained with {field} {has}, this environment has {met}")
+    return action, observation
+
+
+def _algorithm(spec: JobSpec) -> Sft | Ppo | None:
+    if spec.algorithm is not None or spec.kind == "eval":
+        return spec.algorithm
+    return Sft() if spec.kind == "sft" else Ppo()
+
+
+def _evaluation(spec: JobSpec) -> EvaluationSpec | None:
+    if spec.kind == "eval" and spec.evaluation is None:
+        return EvaluationSpec()
+    return spec.evaluation
+
+
+def _phases(spec: JobSpec) -> list[Phase]:
+    if spec.kind == "eval":
+        return ["waiting", "evaluating_after", "completed"]
+    phases: list[Phase] = ["waiting"]
+    if spec.kind == "sft":
+        phases.append("data")
+    phases.append("preparing")
+    evaluation = spec.evaluation
+    if evaluation is not None and evaluation.before:
+        phases.append("evaluating_before")
+    phases.append("training")
+    if evaluation is not None and evaluation.after:
+        phases.append("evaluating_after")
+    return [*phases, "completed"]
+
+
+def _batches(spec: JobSpec) -> int:
+    match spec.algorithm:
+        case Sft(steps=steps):
+            return steps
+        case Ppo(updates=updates):
+            return updates
+        case _:
+            return 0
+
+
+def _roles(phases: list[Phase], spec: JobSpec) -> list[str]:
+    roles = ["master", "health"]
+    if spec.kind != "eval":
+        roles.append("trainer")
+    if any(phase.startswith("evaluating") for phase in phases) or spec.kind == "rl":
+        roles += ["rollout", "inference"]
+    if "data" in phases or "rollout" in roles:
+        roles.append("environment")
+    return sorted(roles)
+
+
+def _subjects(tenant: str, spec: JobSpec, phases: list[Phase]) -> dict[str, str]:
+    job = spec.name
+    found = {"events": subject("event", tenant=tenant, job=job), "cancel": subject("job.cancel", tenant=tenant)}
+    if "data" in phases:
+        found["sft batches"] = subject("train.batch", tenant=tenant, job=job)
+    if spec.kind == "rl":
+        found["rollout records"] = subject("train.record", tenant=tenant, job=job)
+    if spec.kind == "rl" or any(phase.startswith("evaluating") for phase in phases):
+        found["rollout orders"] = subject("rollout.run", tenant=tenant, job=job)
+        found["inference"] = subject("infer.request", tenant=tenant)
+    return found
+
+
+def _estimates(parts: _Parts, execute: int, batches: int) -> dict[str, float]:
+    spec, environment = parts.spec, parts.environment
+    limit = environment.max_steps if environment else 0
+    episodes = 0
+    if spec.evaluation is not None:
+        episodes += spec.evaluation.episodes * (int(spec.evaluation.before and spec.kind != "eval") + int(spec.evaluation.after))
+    learning = 0.0
+    records = 0
+    match spec.algorithm:
+        case Ppo() as ppo:
+            records = batches * ppo.episodes_per_update
+            episodes += records
+            learning = records * (limit / execute) * ppo.epochs * PPO_CHUNK_S
+        case Sft():
+            records = batches
+            learning = batches * SFT_STEP_S
+        case None:
+            pass
+    requests = episodes * limit / execute
+    return {
+        "episodes": episodes,
+        "environment_steps": float(episodes * limit),
+        "inference_requests": round(requests),
+        "records": records,
+        "device_s": round(requests * FORWARD_S + learning, 1),
+    }
+
+
+def _notes(spec: JobSpec, init: PolicyVersion | JobSpec | None) -> list[str]:
+    notes: list[str] = []
+    if spec.kind == "rl" and spec.init is None:
+        notes.append("starts from random weights: with a sparse reward it may never see a success; consider `init`")
+    if spec.init is not None and isinstance(init, JobSpec):
+        notes.append(f"waits for job {init.name!r} to end")
+    if spec.evaluation is None and spec.kind != "eval":
+        notes.append("no evaluation: add an [evaluation] table to get success rates with intervals")
+    return notes
+
+

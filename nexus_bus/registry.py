@@ -1,0 +1,31 @@
+"""Keys of the KV buckets `registry` and `leases`. Names contain no dots, so a key is read back without doubt."""
+
+
+def tenant_key(tenant: str) -> str:
+    """A tenant that has submitted something."""
+    return f"tenant.{tenant}"
+
+
+def tenant_of(key: str) -> str:
+    """The tenant of a tenant's or a job's key."""
+    return key.split(".")[1]
+
+
+def job_key(tenant: str, job: str) -> str:
+    """JobState; with an empty job, the prefix of all of a tenant's jobs."""
+    return f"job.{tenant}.{job}"
+
+
+def policy_key(tenant: str, job: str, n: int) -> str:
+    """PolicyVersion."""
+    return f"policy.{tenant}.{job}.{n}"
+
+
+def state_key(tenant: str, job: str) -> str:
+    """TrainingState."""
+    return f"state.{tenant}.{job}"
+
+
+def slot_key(tenant: str, job: str) -> str:
+    """Lease of a trainer's slot, in the bucket `leases`."""
+    return f"slot.{tenant}.{job}"

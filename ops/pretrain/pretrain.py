@@ -1,0 +1,154 @@
+"""Pretrain nexus-nano: draw the pool, train, write the checkpoint every so often, then measure and plot.
+
+Reads nothing but this package; writes the checkpoint folder, `log.jsonl`, `curve.png` and, in `--work`, the pool and a resumable
+state. Killed, it goes on from the last state when started again with the same arguments.
+"""
+
+import argparse
+import json
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import Qwen3VLForConditionalGeneration
+
+from ops.pretrain.checkpoint import build_config, build_model, save_checkpoint
+from ops.pretrain.objective import Objective
+from ops.pretrain.pool import open_pool
+from ops.pretrain.questions import Questioner
+from ops.pretrain.tokenizer import build_tokenizer
+
+HERE = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One run; the defaults made the checkpoint that ships."""
+
+    out: Path
+    work: Path
+    seed: int = 0
+    steps: int = 7000
+    pictures: int = 80_000
+    batch: int = 24  # pictures a step
+    branches: int = 4  # sentences a picture
+    rate: float = 1.5e-3
+    threads: int = 1
+    save_every: int = 1000
+
+
+def train(settings: Settings) -> None:
+    """Run all steps and leave the final checkpoint in `settings.out`."""
+    torch.set_num_threads(settings.threads)
+    tokenizer = build_tokenizer()
+    model = build_model(build_config(tokenizer), settings.seed)
+    if not (settings.out / "config.json").is_file():
+        save_checkpoint(model, tokenizer, settings.out, 0)
+    pool = open_pool(settings.work / f"pool-{settings.seed}", settings.seed, settings.pictures, os.cpu_count() or 1)
+    print(f"{len(pool)} pictures")
+    questioner = Questioner(tokenizer, settings.branches)
+    objective = Objective(tokenizer, questioner)
+    optimizer = torch.optim.AdamW(_groups(model), lr=settings.rate, betas=(0.9, 0.98), fused=True)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, settings.rate, settings.steps, pct_start=0.08)
+    state = settings.work / f"state-{settings.seed}.safetensors"
+    first = _resume(model, optimizer, schedule, state)
+    model.train()
+    log = HERE / "log.jsonl"
+    if not first:
+        log.write_text("")
+    window: list[tuple[float, float, float, float]] = []
+    started = time.perf_counter()
+    for step in range(first, settings.steps):
+        rng = np.random.default_rng((settings.seed, 1, step))  # of the step alone, so a resumed run draws the same
+        batch = questioner.batch(pool, _order(len(pool), settings, step), rng)
+        terms = objective(model, batch)
+        terms.loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+        window.append((terms.query, terms.answer, terms.target_cm, float(norm)))
+        done = step + 1
+        if done % 50 == 0:
+            mean = np.mean(window, axis=0).round(4).tolist()
+            window.clear()
+            line = dict(zip(("query", "answer", "target_cm", "grad_norm"), mean, strict=True))
+            line = {"step": done, **line, "rate": schedule.get_last_lr()[0], "seconds": round(time.perf_counter() - started)}
+            line["groups"] = {name: round(value, 3) for name, value in terms.group_loss.items()}
+            with log.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+            print({key: value for key, value in line.items() if key != "groups"}, flush=True)
+        if done % settings.save_every == 0 or done == settings.steps:
+            save_checkpoint(model, tokenizer, settings.out, done)
+            _keep(model, optimizer, done, state)
+
+
+def _groups(model: Qwen3VLForConditionalGeneration) -> list[dict[str, object]]:
+    """Decay matrices only."""
+    named = [p for p in model.parameters() if p.requires_grad]
+    return [
+        {"params": [p for p in named if p.ndim > 1], "weight_decay": 0.02},
+        {"params": [p for p in named if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+
+
+def _order(size: int, settings: Settings, step: int) -> np.ndarray:
+    """Pictures of a step: every one once per pass, in a new order each pass."""
+    per_pass = size // settings.batch
+    order = np.random.default_rng((settings.seed, 2, step // per_pass)).permutation(size)
+    at = step % per_pass * settings.batch
+    return order[at : at + settings.batch]
+
+
+def _keep(model: Qwen3VLForConditionalGeneration, optimizer: torch.optim.Optimizer, step: int, path: Path) -> None:
+    """Write weights and optimizer moments, whole or not at all."""
+    tensors = {"step": torch.tensor([step])}
+    for name, parameter in model.named_parameters():
+        moments = optimizer.state[parameter]
+        tensors |= {f"w.{name}": parameter.detach(), f"m.{name}": moments["exp_avg"], f"v.{name}": moments["exp_avg_sq"]}
+    part = path.with_suffix(".part")
+    save_file(tensors, str(part))
+    part.replace(path)
+
+
+def _resume(
+    model: Qwen3VLForConditionalGeneration,
+    optimizer: torch.optim.Optimizer,
+    schedule: torch.optim.lr_scheduler.OneCycleLR,
+    path: Path,
+) -> int:
+    """Load a kept state if there is one. Returns the step to go on with."""
+    if not path.is_file():
+        return 0
+    tensors = load_file(str(path))
+    step = int(tensors["step"])
+    for name, parameter in model.named_parameters():
+        parameter.data.copy_(tensors[f"w.{name}"])
+        optimizer.state[parameter] = {
+            "step": torch.tensor(float(step)),
+            "exp_avg": tensors[f"m.{name}"],
+            "exp_avg_sq": tensors[f"v.{name}"],
+        }
+    for _ in range(step):
+        schedule.step()
+    return step
+
+
+def main() -> None:
+    """Read the command line and run."""
+    parser = argparse.ArgumentParser(prog="python -m ops.pretrain", description=__doc__)
+    parser.add_argument("--out", type=Path, default=HERE.parents[1] / "nexus_bus" / "models" / "nano")
+    parser.add_argument("--work", type=Path, required=True, help="scratch folder: 2.3 GB of pictures, the resumable state")
+    for name in ("seed", "steps", "pictures", "batch", "branches", "threads"):
+        parser.add_argument(f"--{name}", type=int, default=getattr(Settings, name))
+    parser.add_argument("--rate", type=float, default=Settings.rate)
+    arguments = parser.parse_args()
+    train(Settings(**vars(arguments)))
+
+
+if __name__ == "__main__":
+    main()

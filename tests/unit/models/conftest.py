@@ -1,0 +1,17 @@
+"""The shipped backbone, loaded once, under the numeric settings that the workers use."""
+
+import sys
+
+import pytest
+
+from nexus_bus.models import process
+
+if "torch" not in sys.modules:
+    process.settings()
+
+from nexus_bus.models.backbone import Backbone  # noqa: E402 - the settings come first
+
+
+@pytest.fixture(scope="session")
+def backbone() -> Backbone:
+    return Backbone.load("nexus-nano", device="cpu")

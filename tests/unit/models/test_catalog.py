@@ -1,0 +1,74 @@
+"""The catalogue is read by processes without torch, so it is tested in one."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nexus_bus.errors import BadJob, NotFound
+from nexus_bus.models.catalog import HEADS, check_head, describe_backbone, resolve_base
+from schemas.job import HeadSpec
+
+
+def test_the_catalogue_needs_no_torch():
+    code = "import sys; from nexus_bus.models import catalog; catalog.describe_backbone('nexus-nano'); print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
+
+
+def test_process_settings_refuse_to_come_too_late():
+    code = "import sys, types; sys.modules['torch'] = types.ModuleType('torch')\nfrom nexus_bus.models import process; process.settings()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "after torch was imported" in done.stderr
+
+
+def test_defaults_are_filled_in():
+    assert check_head(HeadSpec(type="oft", options={"blocks": 3})).options == {"width": 0, "blocks": 3, "value_width": 128}
+    assert check_head(HeadSpec(type="gr00t")).options["steps"] == 4
+    assert {name for name, entry in HEADS.items() if entry.rl} == {"oft"}
+
+
+@pytest.mark.parametrize(
+    ("spec", "says"),
+    [
+        (HeadSpec(type="diffusion"), "head.type: 'diffusion' does not exist; there are gr00t, oft"),
+        (HeadSpec(options={"depth": 3}), "head.options.depth: 'oft' has no such option; it has width, blocks"),
+        (HeadSpec(options={"blocks": "two"}), "head.options.blocks: 'two' is not a whole number"),
+        (HeadSpec(options={"blocks": True}), "head.options.blocks: True is not a whole number"),
+        (HeadSpec(options={"blocks": 99}), r"head.options.blocks: 99 is outside \[1, 16\]"),
+        (HeadSpec(type="gr00t", options={"heads": 5}), "head.options.heads: 5 does not divide the width 96"),
+    ],
+)
+def test_a_wrong_head_is_refused_with_the_field(spec: HeadSpec, says: str):
+    with pytest.raises(BadJob, match=says):
+        check_head(spec)
+
+
+def test_the_shipped_backbone_describes_itself():
+    info = describe_backbone("nexus-nano")
+    assert (info.name, info.hidden, info.layers, info.image_size, info.query_tokens) == ("nexus-nano", 128, 4, 96, 8)
+    assert "{instruction}" in info.prompt
+    assert len(info.fingerprint) == 64
+
+
+def test_the_fingerprint_follows_the_weights(tmp_path: Path):
+    shutil.copytree(resolve_base("nexus-nano"), tmp_path / "copy")
+    same = describe_backbone(str(tmp_path / "copy")).fingerprint
+    assert same == describe_backbone("nexus-nano").fingerprint
+    weights = tmp_path / "copy" / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    assert describe_backbone(str(tmp_path / "copy")).fingerprint != same
+
+
+def test_an_unknown_base_is_refused(tmp_path: Path):
+    with pytest.raises(NotFound, match="neither a shipped backbone"):
+        describe_backbone("nexus-giant")
+    with pytest.raises(NotFound, match="not in the local hub cache"):
+        describe_backbone("nobody/no-such-model")
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3_vl"}')
+    with pytest.raises(BadJob, match=r"no readable config\.json"):
+        describe_backbone(str(tmp_path))
