@@ -1,17 +1,14 @@
-"""The bus: everything about NATS and JetStream, and the only package that knows it. Loads no torch.
-
-Read consume.py first; it is the loop that every work queue runs through.
-"""
+"""The bus: everything that knows NATS. The rest of the project sees messages, outcomes and errors."""
 
 from nexus_bus.bus.connection import Bus, Subscription
-from nexus_bus.bus.delivery import Delivery
+from nexus_bus.bus.delivery import Delivery, Hold
 from nexus_bus.bus.kv import Entry, Kv
 from nexus_bus.bus.outcomes import Done, Outcome, Reject, Retry
 from nexus_bus.bus.publish import Published
 from nexus_bus.bus.pull import Puller
 from nexus_bus.bus.request import Incoming, Service
 from nexus_bus.bus.rounds import Rounds
-from nexus_bus.bus.server import EmbeddedServer, tie_to_parent
+from nexus_bus.bus.server import EmbeddedServer, Running
 from nexus_bus.bus.tail import Item
 from nexus_bus.bus.topology import (
     Durable,
@@ -30,6 +27,7 @@ __all__ = [
     "Durable",
     "EmbeddedServer",
     "Entry",
+    "Hold",
     "Incoming",
     "Item",
     "Kv",
@@ -39,6 +37,7 @@ __all__ = [
     "Reject",
     "Retry",
     "Rounds",
+    "Running",
     "Service",
     "Subscription",
     "ensure_job",
@@ -46,6 +45,5 @@ __all__ = [
     "ensure_topology",
     "inference_durable",
     "remove_job",
-    "tie_to_parent",
     "training_durable",
 ]

@@ -3,32 +3,32 @@
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from datetime import datetime
-from typing import Any, Literal, Self
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
+from typing import Any, Self
 
 import structlog
 from nats.errors import Error as NatsError
+from nats.errors import NoRespondersError
 from nats.js.client import JetStreamContext
-from nats.js.errors import NotFoundError
 
-from nexus_bus.bus import headers
+from nexus_bus.bus import headers as wire
 from nexus_bus.bus.blobs import Blobs
 from nexus_bus.bus.client import GuardedClient
 from nexus_bus.bus.codec import decode, encode
-from nexus_bus.bus.consume import BadCallback, Handler, consume
+from nexus_bus.bus.consume import Handler, Loop, OnBad
+from nexus_bus.bus.delivery import Delivery, Hold
 from nexus_bus.bus.kv import Kv
 from nexus_bus.bus.publish import Published, Publisher
-from nexus_bus.bus.pull import Puller
-from nexus_bus.bus.request import Incoming, RequestHandler, Service, request, serve
-from nexus_bus.bus.tail import Item, tail
-from nexus_bus.bus.topology import Durable, ensure_durable
-from nexus_bus.errors import Unavailable
+from nexus_bus.bus.pull import OnDead, Puller
+from nexus_bus.bus.request import RequestHandler, Service, request
+from nexus_bus.bus.tail import Item, Since, tail
+from nexus_bus.bus.topology import BLOBS, PAYLOADS, Durable, ensure_topology
+from nexus_bus.errors import NexusError, Unavailable
 from schemas.subjects import BY_NAME, parse, subject
 
-PENDING_BYTES = 32 << 20  # outbound buffer while the server is away; the stock 2 MiB fills in a moment
-PING_S = 5  # silence for two of these is a disconnect
-WATCH_S = 1.0
+PENDING_BYTES = 64 << 20  # outbound buffer; the stock 2 MiB fills in a moment
+PING_S = 2  # silence over two of these is a disconnect
+WATCH_S = 0.5
 
 
 class Subscription:
@@ -56,58 +56,66 @@ class Bus:
         self.name = name
         self.log: Any = structlog.get_logger()
         self.client = GuardedClient()
-        self.js: JetStreamContext
-        self.blobs = Blobs(self)
+        self.js: JetStreamContext = self.client.jetstream(timeout=5)
         self.publisher = Publisher(self)
+        self.blobs = Blobs(self, BLOBS)
+        self.payloads = Blobs(self, PAYLOADS)
+        self.up = asyncio.Event()  # set while the server is there
+        self.returned: set[Callable[[], None]] = set()  # called when it comes back
+        self.replicas = 0  # of the streams, once `ensure_topology` has run here
         self._watch: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
-        self.closing = False
+        self._closing = False
 
     @classmethod
     async def connect(cls, url: str, *, name: str = "client", timeout: float = 15.0) -> Self:
-        """Connect, waiting up to `timeout` seconds for the first answer.
+        """Connect, waiting up to `timeout` seconds for JetStream to answer. Later the connection comes back for ever.
 
         Raises:
-            Unavailable: no server answers at `url`.
+            Unavailable: nothing answers at `url`.
         """
         bus = cls(url, name)
-        ends = time.monotonic() + timeout
+        try:
+            async with asyncio.timeout(timeout):
+                await bus._open()
+        except (NatsError, OSError, TimeoutError) as error:
+            await bus.client.close()
+            why = bus.client.last_error or error
+            raise Unavailable(f"no NATS server with JetStream at {url}: {why!r}. Start one with `nexus up`") from error
+        return bus
+
+    async def _open(self) -> None:
+        await self.client.connect(
+            servers=[self.url],
+            name=self.name,
+            connect_timeout=2,
+            max_reconnect_attempts=-1,
+            reconnect_time_wait=0.2,  # type: ignore[arg-type]  # seconds; fractions work
+            ping_interval=PING_S,
+            max_outstanding_pings=2,
+            pending_size=PENDING_BYTES,
+            error_cb=self._on_error,
+            disconnected_cb=self._on_disconnect,
+            reconnected_cb=self._on_reconnect,
+        )
         while True:
             try:
-                await bus.client.connect(
-                    servers=[url],
-                    name=name,
-                    connect_timeout=2,
-                    allow_reconnect=True,
-                    max_reconnect_attempts=-1,
-                    reconnect_time_wait=0.1,  # type: ignore[arg-type]  # seconds; the client takes fractions
-                    ping_interval=PING_S,
-                    max_outstanding_pings=2,
-                    pending_size=PENDING_BYTES,
-                    error_cb=bus._on_error,
-                    disconnected_cb=bus._on_disconnect,
-                    reconnected_cb=bus._on_reconnect,
-                )
-                bus.js = bus.client.jetstream(timeout=5)
-                await bus.js.account_info()
+                await self.js.account_info()
                 break
-            except (NatsError, OSError, TimeoutError) as error:
-                if not bus.client.is_closed:
-                    await bus.client.close()
-                bus.client = GuardedClient()
-                if time.monotonic() > ends:
-                    raise Unavailable(f"no NATS server with JetStream at {url}: {error!r}. Start one with `nexus up`") from error
-                await asyncio.sleep(0.1)
-        await bus.publisher.start()
-        bus._watch = asyncio.create_task(bus._look())
-        return bus
+            except (NatsError, TimeoutError):  # a server that has just started opens JetStream a little later
+                await asyncio.sleep(0.05)
+        self.up.set()
+        await self.publisher.start()
+        self._watch = asyncio.create_task(self._look())
 
     async def close(self) -> None:
         """Flush what can be flushed and end."""
-        self.closing = True
+        self._closing = True
         if self._watch is not None:
             self._watch.cancel()
-        await self.publisher.stop()
+        for task in self._tasks:
+            task.cancel()
+        self.publisher.stop()
         try:
             if self.client.is_connected:
                 await self.client.flush(timeout=2)
@@ -115,36 +123,48 @@ class Bus:
             self.log.warning("the last messages may not have left", error=repr(error))
         await self.client.close()
 
-    @property
-    def connected(self) -> bool:
-        """Whether the server is there right now."""
-        return self.client.is_connected and self.client.reading()
+    # Staying connected
 
     async def _look(self) -> None:
-        """A dead read loop leaves `is_connected` true; look, and come back."""
         while True:
             await asyncio.sleep(WATCH_S)
-            if self.client.is_connected and not self.client.reading():
-                self.log.warning("the read loop ended; reconnecting")
-                await self.client.revive()
+            await self.client.revive()
 
     async def _on_error(self, error: Exception) -> None:
         self.log.debug("nats", error=repr(error))
 
     async def _on_disconnect(self) -> None:
-        if not self.closing:
+        self.up.clear()
+        if not self._closing:
             self.log.warning("the bus is away; waiting for it", url=self.url)
 
     async def _on_reconnect(self) -> None:
         self.log.info("the bus is back", url=self.url)
+        self.up.set()
+        self.spawn(self._resume())
+
+    async def _resume(self) -> None:
+        try:
+            if self.replicas:  # a memory stream does not survive its server
+                await ensure_topology(self, self.replicas)
+        except (NatsError, TimeoutError, NexusError) as error:
+            self.log.warning("the streams could not be checked after the bus came back", error=repr(error))
         self.publisher.resend()
+        for reopen in list(self.returned):
+            reopen()
+
+    def spawn(self, work: Coroutine[Any, Any, Any]) -> None:
+        """Run a coroutine beside the caller, kept alive until it ends."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     # Publishing
 
     async def publish(
         self, name: str, message: Any, *, msg_id: str, deadline: float = 30.0, headers: dict[str, str] | None = None, **tokens: str
     ) -> Published:
-        """Store a message in its stream, once whatever is repeated.
+        """Store a message in its stream, once however often it is repeated.
 
         Raises:
             Unavailable: not stored within `deadline` seconds: broker away, or this subject's queue is full.
@@ -152,21 +172,18 @@ class Bus:
         row = BY_NAME[name]
         return await self.publisher.publish(row, subject(name, **tokens), encode(row, message), msg_id, deadline, headers)
 
-    async def publish_raw(self, on: str, payload: bytes, given: dict[str, str], deadline: float = 30.0) -> Published:
-        """Store bytes as they are; for dead letters that are tried again."""
-        return await self.publisher.send(on, payload, given, deadline)
-
     async def cast(self, name: str, message: Any, **tokens: str) -> None:
         """Core publish, fire and forget: while the server is away it is dropped, which is right for heartbeats."""
         await self.cast_to(subject(name, **tokens), name, message)
 
-    async def cast_to(self, on: str, name: str, message: Any, given: dict[str, str] | None = None) -> None:
+    async def cast_to(self, on: str, name: str, message: Any, headers: dict[str, str] | None = None) -> None:
         """Core publish of a row's message to a concrete subject, an inbox for example."""
         row = BY_NAME[name]
-        if not self.client.is_connected:
+        body = encode(row, message)
+        if not self.up.is_set():
             return
         try:
-            await self.client.publish(on, encode(row, message), headers=headers.build(row, self.name, extra=given))
+            await self.client.publish(on, body, headers=wire.build(row, self.name, extra=headers))
         except NatsError as error:
             self.log.debug("cast lost", subject=on, error=repr(error))
 
@@ -182,105 +199,133 @@ class Bus:
         return await request(self, BY_NAME[name], subject(name, **tokens), message, timeout)
 
     async def serve(self, name: str, handler: RequestHandler, *, queue: str = "", **tokens: str) -> Service:
-        """Answer requests; `*` for a token serves all of its values."""
-        return await serve(self, BY_NAME[name], handler, queue, _pattern(name, tokens))
+        """Answer requests, many at a time: `await handler(message, incoming)` gives the reply. `*` serves all values of a token."""
+        service = Service(self, BY_NAME[name], handler)
+        await service.start(_pattern(name, tokens), queue)
+        return service
 
     async def subscribe(
         self, name: str, callback: Callable[[Any, dict[str, str]], Awaitable[None]], **tokens: str
     ) -> Subscription:
-        """Core subscription: `callback(message, tokens)`."""
+        """Core subscription: `await callback(message, tokens)`, one after another."""
         row = BY_NAME[name]
 
         async def on(msg: Any) -> None:
-            _, found = parse(msg.subject)
-            await callback(decode(row, msg.data, headers.get(msg, headers.CONTENT_TYPE)), found)
+            await callback(decode(row, msg.data, wire.get(msg, wire.CONTENT_TYPE) or None), parse(msg.subject)[1])
 
-        return await self._subscribe(_pattern(name, tokens), on)
+        return await self.listen(_pattern(name, tokens), on)
 
     async def inbox(self, name: str, callback: Callable[[Any, dict[str, str]], Awaitable[None]]) -> Subscription:
-        """A private subject for answers: `callback(message, headers)`."""
+        """A private subject for answers: `await callback(message, headers)`, one after another."""
         row = BY_NAME[name]
 
         async def on(msg: Any) -> None:
-            await callback(decode(row, msg.data, headers.get(msg, headers.CONTENT_TYPE)), dict(msg.headers or {}))
+            await callback(decode(row, msg.data, wire.get(msg, wire.CONTENT_TYPE) or None), dict(msg.headers or {}))
 
-        return await self._subscribe(self.client.new_inbox(), on)
+        return await self.listen(self.client.new_inbox(), on)
 
-    async def _subscribe(self, on: str, callback: Callable[[Any], Awaitable[None]]) -> Subscription:
+    async def listen(self, on: str, callback: Callable[[Any], Awaitable[None]], queue: str = "") -> Subscription:
+        """Raw core subscription; when this returns, the server knows of it."""
+
         async def guarded(msg: Any) -> None:
             try:
                 await callback(msg)
-            except Exception as error:  # a bad message must not end the subscription; there is nobody to tell but the log
-                self.log.warning("a message was not understood", subject=msg.subject, error=str(error))
+            except Exception as error:  # one bad message must not end a subscription; there is nobody to tell but the log
+                self.log.warning("a message was not understood", subject=msg.subject, error=repr(error))
 
         # No limits: a slow reader must not lose messages silently (134 of 200 were, with the stock limits).
-        inner = await self.client.subscribe(on, cb=guarded, pending_msgs_limit=0, pending_bytes_limit=0)
+        inner = await self.client.subscribe(on, queue=queue, cb=guarded, pending_msgs_limit=0, pending_bytes_limit=0)
+        try:
+            await self.client.flush(timeout=5)
+        except (NatsError, TimeoutError):
+            self.log.debug("subscribed while the bus is away", subject=on)
         return Subscription(inner, on)
-
-    def spawn(self, work: Any) -> asyncio.Task[Any]:
-        """Run a coroutine beside the caller, kept alive until it ends."""
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
 
     # Consuming
 
-    async def pull(self, durable: Durable, *, batch: int = 64) -> Puller:
-        """A continuous pull on a consumer, which is made if it does not exist."""
-        await ensure_durable(self, durable)
-        return await Puller(self, durable, batch).start()
+    async def pull(self, durable: Durable, *, batch: int = 64, on_dead: OnDead | None = None) -> Puller:
+        """A continuous pull on a consumer, which is made if it does not exist; see pull.py."""
+        return await Puller(self, durable, batch, on_dead).start()
 
     async def consume(
         self,
         durable: Durable,
         handler: Handler,
         *,
-        concurrency: int = 1,
         stop: asyncio.Event,
-        on_bad: BadCallback | None = None,
+        concurrency: int = 1,
+        on_bad: OnBad | None = None,
+        on_dead: OnDead | None = None,
         grace: float = 6.0,
     ) -> None:
-        """THE loop; see consume.py."""
-        await consume(self, durable, handler, concurrency=concurrency, stop=stop, on_bad=on_bad, grace=grace)
+        """THE loop, see consume.py. `on_bad` hears of messages that do not decode, `on_dead` of every one given up."""
+        await Loop(self, durable, handler, stop, on_bad, on_dead).run(concurrency, grace)
 
-    def tail(
-        self, name: str, *, since: Literal["all", "new"] | datetime = "all", follow: bool = True, **tokens: str
-    ) -> AsyncIterator[Item]:
-        """Read a log stream in order, from the beginning, from a time, or from now."""
+    def hold(self, deliveries: Iterable[Delivery]) -> Hold:
+        """Keep deliveries from being redelivered: `with bus.hold(deliveries): …`."""
+        return Hold(deliveries)
+
+    def tail(self, name: str, *, since: Since = "all", follow: bool = True, **tokens: str) -> AsyncIterator[Item]:
+        """Read a log stream in order, from its beginning, from a time, or from the moment the iteration begins."""
         return tail(self, BY_NAME[name], _pattern(name, tokens), since, follow)
 
     def kv(self, bucket: str) -> Kv:
         """A key-value bucket with typed values and compare-and-set."""
         return Kv(self, bucket)
 
+    # The server's API
+
+    async def ask(self, on: str, payload: bytes = b"", *, deadline: float = 15.0) -> Any:
+        """A request to the server itself, repeated until it answers: only for what may be done twice.
+
+        Raises:
+            Unavailable: no answer within `deadline` seconds.
+        """
+        ends = time.monotonic() + deadline
+        while (left := ends - time.monotonic()) > 0:
+            try:
+                async with asyncio.timeout(left):
+                    await self.up.wait()
+                return await self.client.request(on, payload, timeout=min(2.0, left))
+            except NoRespondersError:
+                await asyncio.sleep(0.05)  # JetStream opens a little later than the server
+            except (NatsError, TimeoutError):
+                continue
+        raise Unavailable(f"{on}: no answer from the server within {deadline:g} s")
+
+    async def last(self, stream: str, on: str) -> Any:
+        """The last message of one subject, or None."""
+        msg = await self.ask(f"$JS.API.DIRECT.GET.{stream}.{on}")
+        status = wire.get(msg, "Status")
+        if status == "404":
+            return None
+        if status:
+            raise Unavailable(f"{on}: {wire.get(msg, 'Description')}")
+        return msg
+
     async def purge(self, name: str, **tokens: str) -> None:
         """Remove what is queued on a subject."""
         stream = BY_NAME[name].stream
         if stream is not None:
-            try:
-                await self.js.purge_stream(stream, subject=subject(name, **tokens))
-            except NotFoundError:
-                return
+            await self.ask(f"$JS.API.STREAM.PURGE.{stream}", json.dumps({"filter": subject(name, **tokens)}).encode())
 
     async def depths(self) -> dict[str, dict[str, tuple[int, int]]]:
-        """Per stream and consumer: (waiting, delivered and unanswered)."""
+        """Per work queue and consumer: (waiting, delivered and unanswered)."""
         found: dict[str, dict[str, tuple[int, int]]] = {}
         for stream in ("JOBS", "ROLLOUT", "INFERENCE", "TRAINING"):
-            reply = await self.client.request(f"$JS.API.CONSUMER.LIST.{stream}", b"", timeout=2)
-            listed = json.loads(reply.data).get("consumers") or []
-            found[stream] = {c["name"]: (int(c["num_pending"]), int(c["num_ack_pending"])) for c in listed}
+            found[stream], total = {}, 1
+            while len(found[stream]) < total:
+                body = json.dumps({"offset": len(found[stream])}).encode()
+                page = json.loads((await self.ask(f"$JS.API.CONSUMER.LIST.{stream}", body, deadline=5.0)).data)
+                listed = page.get("consumers") or []
+                found[stream] |= {c["name"]: (int(c["num_pending"]), int(c["num_ack_pending"])) for c in listed}
+                total = int(page.get("total", 0)) if listed else 0
         return found
 
 
 def _pattern(name: str, tokens: dict[str, str]) -> str:
     """The subject with `*` allowed for any token, and for those not given."""
     row = BY_NAME[name]
-    given = {key: tokens.get(key, "*") for key in row.tokens}
-    fixed = {key: value for key, value in given.items() if value != "*"}
-    marked = subject(name, **{key: fixed.get(key, "_") for key in row.tokens})
-    parts, shape = marked.split("."), row.pattern.split(".")
-    return ".".join("*" if s.startswith("{") and s[1:-1] not in fixed else p for s, p in zip(shape, parts, strict=True))
-
-
-__all__ = ["Bus", "Incoming", "Subscription"]
+    fixed = {key: value for key, value in tokens.items() if value != "*"}
+    subject(name, **{key: fixed.get(key, "_") for key in row.tokens})  # refuses what is not a name
+    return row.pattern.format(**{key: fixed.get(key, "*") for key in row.tokens})

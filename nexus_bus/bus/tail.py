@@ -74,7 +74,11 @@ class Reader:
     async def stored(self) -> AsyncIterator[Any]:
         """What is stored now, and no more."""
         while self._buffer or self._to_come:
-            yield await self._next()
+            try:
+                yield await asyncio.wait_for(self._next(), 2.0)
+            except TimeoutError:  # what was to come may have been purged
+                info = await self._bus.js.consumer_info(self._stream, self._consumer)
+                self._to_come = info.num_pending or 0
 
     async def all(self) -> AsyncIterator[Any]:
         """What is stored, then what comes."""

@@ -61,7 +61,8 @@ class FeatureCache:
             aside.write_bytes(data)
             aside.replace(path)
         except OSError:
-            aside.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                aside.unlink()
             return
         self._written += len(data)
         if self._written > self._disk_bound // 16:  # others write too: look at what is really there now and then

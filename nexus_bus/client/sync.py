@@ -1,0 +1,105 @@
+"""The client for programs without an event loop: the same methods, each of which waits. One background thread per client."""
+
+import asyncio
+import threading
+from collections.abc import Coroutine, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from nexus_bus.client.client import Client as AsyncClient
+from nexus_bus.client.client import Document, Submission
+from schemas.events import Event
+from schemas.job import EnvironmentSpec, EvaluationSpec
+from schemas.plan import JobState
+from schemas.policy import PolicyVersion
+
+T = TypeVar("T")
+
+
+class Client:
+    """See `nexus_bus.client.Client`; errors are the same."""
+
+    def __init__(self, url: str | None = None, tenant: str | None = None, *, timeout: float = 15.0) -> None:
+        """Connect. Raises as `Client.connect`."""
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="nexus-client", daemon=True)
+        self._thread.start()
+        try:
+            self._client = self._wait(AsyncClient.connect(url, tenant, timeout=timeout))
+        except BaseException:
+            self._end()
+            raise
+        self.tenant = self._client.tenant
+
+    def _wait(self, work: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    def _end(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def close(self) -> None:
+        """Disconnect."""
+        self._wait(self._client.close())
+        self._end()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def submit(self, document: Document, *, wait: bool = False, key: str | None = None) -> Submission:
+        """Send a job."""
+        return self._wait(self._client.submit(document, wait=wait, key=key))
+
+    def evaluate(
+        self,
+        policy: str,
+        environment: EnvironmentSpec,
+        *,
+        evaluation: EvaluationSpec | None = None,
+        name: str | None = None,
+        wait: bool = False,
+    ) -> Submission:
+        """Evaluate a policy version."""
+        return self._wait(self._client.evaluate(policy, environment, evaluation=evaluation, name=name, wait=wait))
+
+    def cancel(self, job: str, reason: str = "") -> None:
+        """Stop a job."""
+        self._wait(self._client.cancel(job, reason))
+
+    def jobs(self) -> list[JobState]:
+        """All jobs."""
+        return self._wait(self._client.jobs())
+
+    def job(self, name: str) -> JobState | None:
+        """One job."""
+        return self._wait(self._client.job(name))
+
+    def watch(self, job: str) -> Iterator[Event]:
+        """A job's events until it has ended."""
+        events = self._client.watch(job)
+
+        async def following() -> Event | None:
+            return await anext(events, None)
+
+        try:
+            while (event := self._wait(following())) is not None:
+                yield event
+        finally:
+            self._wait(_close(events))
+
+    def policies(self, job: str | None = None) -> list[PolicyVersion]:
+        """Policy versions."""
+        return self._wait(self._client.policies(job))
+
+    def download(self, ref: str, directory: Path) -> list[Path]:
+        """Fetch a policy."""
+        return self._wait(self._client.download(ref, directory))
+
+
+async def _close(events: Any) -> None:
+    await events.aclose()
