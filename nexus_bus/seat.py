@@ -109,7 +109,8 @@ class Seat:
         Raises:
             Refused: the plan does not fit backbone, data or initial policy; the job cannot go on.
         """
-        from nexus_bus.learning.start import begin_slot, resume_slot
+        from nexus_bus.learning.start import begin_slot
+        from nexus_bus.models.checkpoint import restore_training_state
 
         bus, kv = context.bus, context.bus.kv("registry")
         plan = state.plan
@@ -133,7 +134,7 @@ class Seat:
         seat = cls(context, tenant, job, state, lease, slot, algorithm, executor, needed, None, 0)
         if entry is not None:
             data = await bus.blobs.get(entry.value.state)
-            await loop.run_in_executor(executor, resume_slot, slot, data)
+            await loop.run_in_executor(executor, restore_training_state, slot, data)
             seat.trained, seat.revision = entry.value, entry.revision
             seat.learned = seat.committed = entry.value.batches
             seat.version = entry.value.version
@@ -155,21 +156,27 @@ class Seat:
         return self.learned < self.state.plan.batches and len(self.waiting.get(self.learned, {})) >= self.needed
 
     def next_work(self) -> "Member":
-        """The next batch as work for the group; records in order of their index, whoever came first."""
+        """The next batch as work for the group; records in order of their index, whoever came first.
+
+        Raises:
+            BadMessage: a record does not fit the contract.
+        """
         from nexus_bus.learning.group import Member
+        from nexus_bus.learning.start import work_of
 
         batch = self.waiting[self.learned]
         messages = [batch[index][0] for index in sorted(batch)]
         self.current = [batch[index][1] for index in sorted(batch)]
         self._lag = sum(self.version - _version(message) for message in messages)
-        return Member(self.slot, self.algorithm, self.algorithm.work(messages))
+        return Member(self.slot, self.algorithm, work_of(self.algorithm, messages, self.slot.contract))
 
     def note(self, result: "MemberResult", tenants: int) -> None:
         """Count a learned batch; it is acknowledged at the next commit."""
         self.waiting.pop(self.learned)
         self.uncommitted += self.current
         self.learned += 1
-        self.metrics = result.metrics
+        learned = result.result
+        self.metrics = dict(learned.metrics) if learned is not None else {}
         before = self.used
         self.used = Usage(
             tenant=self.tenant,
@@ -178,7 +185,7 @@ class Seat:
             kind="training",
             device_s=(before.device_s if before else 0.0) + result.device_s,
             records=(before.records if before else 0) + len(self.current),
-            steps=(before.steps if before else 0) + result.steps,
+            steps=(before.steps if before else 0) + (learned.steps if learned is not None else 0),
             group_sum=(before.group_sum if before else 0) + tenants,
             time=now(),
         )
@@ -220,6 +227,7 @@ class Seat:
         bus, kv = self.context.bus, self.context.bus.kv("registry")
         publish = self.publishes() and self.learned >= self.committed and (self.version < 0 or self.learned > self.committed)
         version = self.version + 1 if publish else self.version
+        self.slot.version = version  # PPO tells fresh records from stale ones by it
         with telemetry.span("training.commit", root=True, tenant=self.tenant, job=self.job, learned=self.learned):
             state_bytes, weights = await asyncio.get_running_loop().run_in_executor(self.executor, self._serialise, publish)
             state_ref = await bus.blobs.put(state_bytes)

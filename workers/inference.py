@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 from nexus_bus import registry, telemetry, worker
 from nexus_bus.bus import Bus, Delivery, Rounds, ensure_tenant, inference_durable
 from nexus_bus.clock import now
-from nexus_bus.errors import BadMessage, ContractError, NexusError, NotFound
+from nexus_bus.errors import BadMessage, NexusError, NotFound
 from nexus_bus.models import process
-from nexus_bus.tensors import decode_image, from_tensor, to_tensor
+from nexus_bus.tensors import from_tensor, to_tensor
 from nexus_bus.worker import Context
 from schemas.control import Role
 from schemas.inference import InferenceReply, InferenceRequest
@@ -27,7 +27,7 @@ from schemas.policy import PolicyVersion
 from schemas.usage import Usage
 
 if TYPE_CHECKING:
-    from nexus_bus.models.act import Acted
+    from nexus_bus.models.act import Answer
     from nexus_bus.models.slots import PolicySlot
 
 ROLE: Role = "inference"
@@ -145,7 +145,6 @@ class Inference:
             return None
         try:
             slot = await self.slot(delivery.tenant, request.policy)
-            _fits(request, slot)
         except NexusError as error:
             await self.refuse(delivery, request, error)
             return None
@@ -165,33 +164,38 @@ class Inference:
         if entry is None:
             raise NotFound(f"policy: no version {policy!r}")
         weights = await self.bus.blobs.get(entry.value.weights)
-        return await asyncio.get_running_loop().run_in_executor(
-            self.compute, self.slots.load, tenant, entry.value, weights, self.backbone
-        )
+        slot = await asyncio.get_running_loop().run_in_executor(self.compute, self.load_slot, entry.value, weights)
+        self.slots.put(tenant, slot)  # a pointer swap: whoever acts on another version is not disturbed
+        return slot
 
-    def forward(self, asks: list[Ask]) -> tuple[list["Acted | NexusError"], float]:
-        """Runs on the compute thread: decode pictures, encode the group once, let every slot act on its rows."""
-        from nexus_bus.models.act import act_group
-        from nexus_bus.models.backbone import Prompt
+    def load_slot(self, version: PolicyVersion, weights: bytes) -> "PolicySlot":
+        """Runs on the compute thread: build the head, fill it, check that it fits this backbone."""
+        from nexus_bus.models.checkpoint import load_policy
+        from nexus_bus.models.contract import check_contract
+
+        check_contract(version.contract, backbone=self.backbone.info)
+        return load_policy(version.id, version.contract, weights, self.backbone.hidden_size)
+
+    def forward(self, asks: list[Ask]) -> tuple[list["Answer"], float]:
+        """Runs on the compute thread: decode pictures, encode the group once, let every slot act on its row."""
+        from nexus_bus.learning.algorithms.base import observation_prompt
+        from nexus_bus.models.act import Answer, Asked, act_group
 
         started = time.perf_counter()
-        prompts = [
-            Prompt([decode_image(image) for image in ask.request.observation.images.values()], ask.request.observation.instruction)
-            for ask in asks
-        ]
-        states = [from_tensor(ask.request.observation.state) for ask in asks]
-        results = act_group(
-            self.backbone,
-            self.cache,
-            [ask.slot for ask in asks],
-            prompts,
-            states,
-            [None if ask.request.greedy else ask.request.seed for ask in asks],
-            [ask.request.seed for ask in asks],
-        )
-        return results, time.perf_counter() - started
+        answers: list[Answer | None] = []
+        asked: list[Asked] = []
+        for ask in asks:
+            request = ask.request
+            try:
+                prompt = observation_prompt(request.observation, ask.slot.contract)
+                asked.append(Asked(ask.slot, prompt, from_tensor(request.observation.state), request.greedy, request.seed))
+                answers.append(None)
+            except NexusError as error:
+                answers.append(Answer(error=error))
+        acted = iter(act_group(self.backbone, self.cache, asked))
+        return [answer or next(acted) for answer in answers], time.perf_counter() - started
 
-    async def answer(self, asks: list[Ask], results: list["Acted | NexusError"], start_ns: int, end_ns: int, busy_s: float) -> None:
+    async def answer(self, asks: list[Ask], results: list["Answer"], start_ns: int, end_ns: int, busy_s: float) -> None:
         """Send the answers, acknowledge, and account for the forward."""
         tenants = len({ask.delivery.tenant for ask in asks})
         share = busy_s / len(asks)
@@ -208,16 +212,17 @@ class Inference:
                 attributes={"policy": ask.request.policy, "group": len(asks), "tenants": tenants, "device_s": share},
                 links=[group_link] if group_link else [],
             )  # fmt: skip
-            if isinstance(result, NexusError):
-                await self.refuse(ask.delivery, ask.request, result)
+            acted = result.acted
+            if acted is None:
+                await self.refuse(ask.delivery, ask.request, result.error or NotFound("no answer"))
                 continue
             reply = InferenceReply(
                 id=ask.request.id,
                 policy=ask.slot.version,
-                actions=to_tensor(result.actions),
-                sample=None if result.sample is None else to_tensor(result.sample),
-                log_prob=None if result.log_prob is None else [float(x) for x in result.log_prob],
-                value=result.value,
+                actions=to_tensor(acted.actions),
+                sample=to_tensor(acted.sample),
+                log_prob=acted.log_prob,
+                value=acted.value,
                 feature_id=result.feature_id,
                 group=len(asks),
                 tenants=tenants,
@@ -229,7 +234,7 @@ class Inference:
             used.device_s += share
             used.requests += 1
             used.group_sum += len(asks)
-        await asyncio.gather(*(ask.delivery.ack() for ask in asks))
+        await asyncio.gather(*(ask.delivery.ack() for ask, result in zip(asks, results, strict=True) if result.acted is not None))
         self.context.pulse.gauges["group_size"] = len(asks)
 
     async def refuse(self, delivery: Delivery, request: InferenceRequest, error: NexusError) -> None:
@@ -278,20 +283,6 @@ class Inference:
         self.tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             self.context.log.error("answering a group failed; its requests are redelivered", exc_info=error)
-
-
-def _fits(request: InferenceRequest, slot: "PolicySlot") -> None:
-    """Refuse an observation that is not what the policy was trained on."""
-    wanted, seen = slot.contract.observation, request.observation
-    if set(seen.images) != set(wanted.cameras):
-        raise ContractError(f"observation.images: the policy expects cameras {sorted(wanted.cameras)}, got {sorted(seen.images)}")
-    for camera, image in seen.images.items():
-        if tuple(image.shape) != tuple(wanted.cameras[camera]):
-            raise ContractError(
-                f"observation.images.{camera}: the policy expects {wanted.cameras[camera]}, got {tuple(image.shape)}"
-            )
-    if seen.state.shape != (wanted.state_size,):
-        raise ContractError(f"observation.state: the policy expects ({wanted.state_size},), got {seen.state.shape}")
 
 
 async def main(context: Context) -> None:

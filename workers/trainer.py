@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from nexus_bus import registry, telemetry, worker
 from nexus_bus.bus import Bus, Delivery, training_durable
-from nexus_bus.errors import BadMessage, Conflict, Refused
+from nexus_bus.errors import BadMessage, Conflict, NexusError, Refused
 from nexus_bus.models import process
 from nexus_bus.seat import Leases, Seat
 from nexus_bus.worker import Context
@@ -156,25 +156,37 @@ class Trainer:
         self.context.pulse.busy += 1
         start = time.time_ns()
         try:
-            loop = asyncio.get_running_loop()
-            works = await loop.run_in_executor(self.compute, lambda: [seat.next_work() for seat in seats])
-            results: list[MemberResult] = await loop.run_in_executor(self.compute, self.group.run, works)
+            outcomes = await asyncio.get_running_loop().run_in_executor(self.compute, self.learn, seats)
         finally:
             self.context.pulse.busy -= 1
-        end = time.time_ns()
-        self.trace(seats, start, end)
-        for seat, result in zip(seats, results, strict=True):
+        self.trace(seats, start, time.time_ns())
+        for seat, outcome in zip(seats, outcomes, strict=True):
             self.context.pulse.progress += 1
             key = registry.job_key(seat.tenant, seat.job)
             if self.seats.get(key) is not seat:
                 continue  # cancelled, or lost to another trainer, while the step ran
-            if result.error:
-                await self.fail(seat.tenant, seat.job, result.error)
+            if outcome.error is not None:
+                self.context.log.error("step failed", tenant=seat.tenant, job=seat.job, exc_info=outcome.error)
+                reason = str(outcome.error) if isinstance(outcome.error, NexusError) else "the step failed; the provider's log has it"
+                await self.fail(seat.tenant, seat.job, f"batch {seat.learned}: {reason}")
                 await self.release(key)
                 continue
-            seat.note(result, tenants=len(seats))
+            seat.note(outcome, tenants=len(seats))
             await self.commit(seat)
         self.context.pulse.gauges["group_size"] = len(seats)
+
+    def learn(self, seats: list[Seat]) -> "list[MemberResult]":
+        """Runs on the compute thread: decode everybody's records, then one grouped step. Results in the seats' order."""
+        from nexus_bus.learning.group import MemberResult
+
+        members, failed = [], {}
+        for position, seat in enumerate(seats):
+            try:
+                members.append(seat.next_work())
+            except NexusError as error:
+                failed[position] = MemberResult(None, error, 0.0, 0.0, 0, 0, None)
+        results = iter(self.group.run(members))
+        return [failed.get(position) or next(results) for position in range(len(seats))]
 
     async def commit(self, seat: Seat, *, force: bool = False) -> None:
         """Commit a seat when it is due; a stale lease ends the seat, and nothing of it was published."""

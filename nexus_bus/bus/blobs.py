@@ -142,7 +142,7 @@ class Blobs:
         out, position, seq = bytearray(info.size), 0, 1
         queue: asyncio.Queue[Any] = asyncio.Queue()
         inbox = self._bus.client.new_inbox()
-        sub = await self._bus.client.subscribe(inbox, cb=queue.put, pending_msgs_limit=0, pending_bytes_limit=0)
+        sub = await self._bus.client.take(inbox, queue.put)
         try:
             while position < info.size:
                 if time.monotonic() > ends:
@@ -155,13 +155,15 @@ class Blobs:
                             continue  # of an earlier request that was given up
                         end = position + len(msg.data)
                         if end > info.size:
-                            raise NotFound(f"blob {info.name[:12]}… in {self._bucket} is damaged: more chunks than it should have")
+                            raise NotFound(f"blob {info.name[:12]}… in {self._bucket} is damaged: it is too long")
                         out[position:end] = msg.data
                         position, seq = end, at + 1
                 except (NatsError, TimeoutError):
                     continue  # the server went away: ask again from where we are
                 if status == "404" and position < info.size:
-                    raise NotFound(f"blob {info.name[:12]}… in {self._bucket} is damaged: {position} of {info.size} bytes are there")
+                    raise NotFound(
+                        f"blob {info.name[:12]}… in {self._bucket} is damaged: it ends at byte {position} of {info.size}"
+                    )
         finally:
             await _unsubscribe(sub)
         return bytes(out)
@@ -177,7 +179,8 @@ class Blobs:
         return (msgspec.json.decode(msg.data, type=_Info), int(wire.get(msg, "Nats-Sequence"))) if msg else None
 
     async def _purge(self, what: str) -> None:
-        await self._bus.ask(f"$JS.API.STREAM.PURGE.{self._stream}", json.dumps({"filter": f"$O.{self._bucket}.{what}"}).encode())
+        body = json.dumps({"filter": f"$O.{self._bucket}.{what}"}).encode()
+        await self._bus.ask(f"$JS.API.STREAM.PURGE.{self._stream}", body)
 
     def _meta(self, sha: str) -> str:
         return f"$O.{self._bucket}.M.{_token(sha)}"

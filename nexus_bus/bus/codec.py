@@ -32,7 +32,7 @@ def decode(row: SubjectEntry, payload: bytes, content_type: str | None = None, *
     """Decode a payload into the row's type, checking every constraint.
 
     Args:
-        content_type: from the message's header; without one the row's own codec is taken, so that a message written by hand works.
+        content_type: from the message's header; without one the row's own codec is taken, for messages written by hand.
 
     Raises:
         BadMessage: not of that type; the text ends with the path of the field.

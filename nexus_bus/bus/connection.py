@@ -56,7 +56,7 @@ class Bus:
         self.name = name
         self.log: Any = structlog.get_logger()
         self.client = GuardedClient()
-        self.js: JetStreamContext = self.client.jetstream(timeout=5)
+        self.js: Any = JetStreamContext(self.client, timeout=5)  # Any: its types are half open
         self.publisher = Publisher(self)
         self.blobs = Blobs(self, BLOBS)
         self.payloads = Blobs(self, PAYLOADS)
@@ -162,7 +162,14 @@ class Bus:
     # Publishing
 
     async def publish(
-        self, name: str, message: Any, *, msg_id: str, deadline: float = 30.0, headers: dict[str, str] | None = None, **tokens: str
+        self,
+        name: str,
+        message: Any,
+        *,
+        msg_id: str,
+        deadline: float = 30.0,
+        headers: dict[str, str] | None = None,
+        **tokens: str,
     ) -> Published:
         """Store a message in its stream, once however often it is repeated.
 
@@ -199,7 +206,7 @@ class Bus:
         return await request(self, BY_NAME[name], subject(name, **tokens), message, timeout)
 
     async def serve(self, name: str, handler: RequestHandler, *, queue: str = "", **tokens: str) -> Service:
-        """Answer requests, many at a time: `await handler(message, incoming)` gives the reply. `*` serves all values of a token."""
+        """Answer requests, many at a time: `await handler(message, incoming)` gives the reply; `*` takes any token."""
         service = Service(self, BY_NAME[name], handler)
         await service.start(_pattern(name, tokens), queue)
         return service
@@ -230,11 +237,10 @@ class Bus:
         async def guarded(msg: Any) -> None:
             try:
                 await callback(msg)
-            except Exception as error:  # one bad message must not end a subscription; there is nobody to tell but the log
+            except Exception as error:  # noqa: BLE001 - one bad message must not end a subscription; only the log is there to tell
                 self.log.warning("a message was not understood", subject=msg.subject, error=repr(error))
 
-        # No limits: a slow reader must not lose messages silently (134 of 200 were, with the stock limits).
-        inner = await self.client.subscribe(on, queue=queue, cb=guarded, pending_msgs_limit=0, pending_bytes_limit=0)
+        inner = await self.client.take(on, guarded, queue)
         try:
             await self.client.flush(timeout=5)
         except (NatsError, TimeoutError):
@@ -316,8 +322,8 @@ class Bus:
             found[stream], total = {}, 1
             while len(found[stream]) < total:
                 body = json.dumps({"offset": len(found[stream])}).encode()
-                page = json.loads((await self.ask(f"$JS.API.CONSUMER.LIST.{stream}", body, deadline=5.0)).data)
-                listed = page.get("consumers") or []
+                page: dict[str, Any] = json.loads((await self.ask(f"$JS.API.CONSUMER.LIST.{stream}", body, deadline=5.0)).data)
+                listed: list[dict[str, Any]] = page.get("consumers") or []
                 found[stream] |= {c["name"]: (int(c["num_pending"]), int(c["num_ack_pending"])) for c in listed}
                 total = int(page.get("total", 0)) if listed else 0
         return found

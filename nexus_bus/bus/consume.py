@@ -16,7 +16,7 @@ from opentelemetry.propagate import extract
 
 from nexus_bus.bus.delivery import Delivery, Hold
 from nexus_bus.bus.outcomes import Done, Outcome, Reject, Retry
-from nexus_bus.bus.pull import OnDead, give_up
+from nexus_bus.bus.pull import OnDead, Puller, give_up
 from nexus_bus.bus.topology import Durable
 from nexus_bus.errors import BadMessage, NexusError, Refused, Unavailable
 
@@ -28,6 +28,7 @@ OnBad = Callable[[Delivery, BadMessage], Awaitable[None]]
 
 PATIENCE_S = 300.0  # how long a message waits here for what it needs, before that counts as a failed attempt
 MAX_PAUSE_S = 30.0
+TICK_S = 0.25  # how soon the loop sees `stop`
 
 
 class Loop:
@@ -51,13 +52,13 @@ class Loop:
         try:
             while not self.stop.is_set():
                 if len(running) >= concurrency:
-                    await asyncio.wait(running, timeout=0.25, return_when=asyncio.FIRST_COMPLETED)
-                for delivery in await puller.get(concurrency - len(running), wait=0.25) if len(running) < concurrency else []:
-                    task = asyncio.create_task(self.one(delivery))
+                    await asyncio.wait(running, timeout=TICK_S, return_when=asyncio.FIRST_COMPLETED)
+                    continue
+                for delivery in await puller.get(concurrency - len(running), wait=TICK_S):
+                    puller.busy += 1
+                    task = asyncio.create_task(self.in_turn(delivery, puller))
                     running.add(task)
                     task.add_done_callback(running.discard)
-                puller.busy = len(running)
-                await puller.renew()
         finally:
             await puller.stop()
             if running:
@@ -65,6 +66,18 @@ class Loop:
             for task in running:
                 task.cancel()
             await asyncio.gather(*running, return_exceptions=True)
+
+    async def in_turn(self, delivery: Delivery, puller: Puller) -> None:
+        """One message, and room for the next one."""
+        try:
+            await self.one(delivery)
+        except Unavailable as error:
+            self.bus.log.warning("not answered; it will come again", msg_id=delivery.msg_id, error=str(error))
+        except Exception:  # in `on_bad` or `on_dead`: it comes again after its ack_wait, and the loop goes on
+            self.bus.log.exception("not answered; it will come again", msg_id=delivery.msg_id)
+        finally:
+            puller.busy -= 1
+        await puller.renew()
 
     async def one(self, delivery: Delivery) -> None:
         """One message, from decoding to its answer."""
@@ -108,19 +121,16 @@ class Loop:
 
     async def answer(self, delivery: Delivery, outcome: Outcome) -> None:
         """The one place where an outcome becomes ack, nak or term."""
-        try:
-            match outcome:
-                case Done():
-                    await delivery.ack()
-                case Reject(reason=reason):
-                    await give_up(delivery, reason, self.on_dead)
-                case Retry(counts=True, reason=reason) if 0 < self.durable.max_deliver <= delivery.num_delivered:
-                    await give_up(delivery, f"failed {delivery.num_delivered} times, at last: {reason}", self.on_dead)
-                case Retry(delay=delay, reason=reason):
-                    self.bus.log.info("will be tried again", msg_id=delivery.msg_id, delay=delay, reason=reason)
-                    await delivery.nak(delay)
-        except Unavailable as error:
-            self.bus.log.warning("not answered; it will come again", msg_id=delivery.msg_id, error=str(error))
+        match outcome:
+            case Done():
+                await delivery.ack()
+            case Reject(reason=reason):
+                await give_up(delivery, reason, self.on_dead)
+            case Retry(counts=True, reason=reason) if 0 < self.durable.max_deliver <= delivery.num_delivered:
+                await give_up(delivery, f"failed {delivery.num_delivered} times, at last: {reason}", self.on_dead)
+            case Retry(delay=delay, reason=reason):
+                self.bus.log.info("will be tried again", msg_id=delivery.msg_id, delay=delay, reason=reason)
+                await delivery.nak(delay)
 
     async def stopped_within(self, seconds: float) -> bool:
         """Wait, unless told to stop."""

@@ -38,4 +38,5 @@ async def bury(bus: "Bus", delivery: "Delivery", reason: str) -> None:
 
 async def revive(bus: "Bus", letter: DeadLetter, seq: int) -> None:
     """Put the original of dead letter number `seq` back on its queue, once however often this is repeated."""
-    await bus.publisher.send(letter.subject, letter.payload, letter.headers | {wire.MSG_ID: f"{letter.msg_id}/again/{seq}"}, 30.0)
+    given = letter.headers | {wire.MSG_ID: f"{letter.msg_id}/again/{seq}"}
+    await bus.publisher.send(letter.subject, letter.payload, given, deadline=30.0)

@@ -42,4 +42,5 @@ def build(row: SubjectEntry, source: str, msg_id: str = "", extra: Mapping[str, 
 
 def get(message: Any, name: str) -> str:
     """One header of a received message, or an empty string."""
-    return (message.headers or {}).get(name, "")
+    headers: dict[str, str] = message.headers or {}
+    return headers.get(name, "")

@@ -57,7 +57,8 @@ class Kv:
             msg = await self._bus.last(self._stream, self._subject(key))
             if msg is None or not wire.get(msg, OPERATION):
                 raise
-        return await self.update(key, value, int(wire.get(msg, "Nats-Sequence")), deadline=deadline)  # over a marker of deletion
+        marker = int(wire.get(msg, "Nats-Sequence"))  # of a deletion
+        return await self.update(key, value, marker, deadline=deadline)
 
     async def update(self, key: str, value: Any, revision: int, *, deadline: float = 15.0) -> int:
         """Write if the current revision is the given one; the new revision. Raises Conflict otherwise."""

@@ -51,7 +51,7 @@ class _Confirmation(msgspec.Struct):
 _CONFIRMATION = msgspec.json.Decoder(_Confirmation)
 
 
-class _NotNow(NexusError):
+class _NotNowError(NexusError):
     """No room, or nobody there, right now."""
 
 
@@ -69,7 +69,7 @@ class Publisher:
     async def start(self) -> None:
         """Make the inbox that confirmations come to."""
         self._inbox = self._bus.client.new_inbox()
-        await self._bus.client.subscribe(f"{self._inbox}.*", cb=self._confirmed, pending_msgs_limit=0, pending_bytes_limit=0)
+        await self._bus.client.take(f"{self._inbox}.*", self._confirmed)
 
     def stop(self) -> None:
         """Nothing more will be confirmed."""
@@ -110,7 +110,7 @@ class Publisher:
                 return await self._once(on, payload, given, min(left, RESEND_S))
             except TimeoutError:
                 why = "no answer from the server"  # sent again under the same id
-            except _NotNow as error:
+            except _NotNowError as error:
                 why = str(error)
                 await asyncio.sleep(min(pause, max(0.0, ends - time.monotonic())))  # outside the window: others go on
                 pause = min(pause * 2, 1.0)
@@ -130,7 +130,7 @@ class Publisher:
         except MaxPayloadError as error:
             raise Refused(f"{on}: {len(payload)} bytes, more than the server takes in one message") from error
         except NatsError as error:  # outbound buffer full, or between two connections
-            raise _NotNow(repr(error)) from error
+            raise _NotNowError(repr(error)) from error
         finally:
             del self._flying[token]
             self._window.release()
@@ -140,7 +140,7 @@ class Publisher:
         if future is None or future.done():
             return
         if wire.get(msg, "Status") == "503":
-            future.set_exception(_NotNow("no stream takes this subject"))
+            future.set_exception(_NotNowError("no stream takes this subject"))
             return
         answer = _CONFIRMATION.decode(msg.data)
         if answer.error is None:
@@ -153,5 +153,5 @@ def _meaning(error: _ServerError) -> NexusError:
     if error.err_code in WRONG_REVISION:
         return Conflict(f"changed by somebody else first ({error.description})")
     if error.err_code in FULL or error.code == 503:
-        return _NotNow(f"the queue is full ({error.description})")
+        return _NotNowError(f"the queue is full ({error.description})")
     return Refused(f"the server refused the message: {error.description} ({error.err_code})")

@@ -81,7 +81,7 @@ class Request:
     async def _open(self) -> None:
         self._consumer = await self._make()
         self._inbox = self._bus.client.new_inbox()
-        self._sub = await self._bus.client.subscribe(self._inbox, cb=self._on, pending_msgs_limit=0, pending_bytes_limit=0)
+        self._sub = await self._bus.client.take(self._inbox, self._on)
         self._outstanding = 0
         self._lost.clear()
         await self.renew()
@@ -186,7 +186,7 @@ class Puller:
         return len(self._buffer)
 
     async def get(self, n: int, wait: float) -> list[Delivery]:
-        """Up to `n` messages in stream order: what is buffered, or else the first to come within `wait` seconds. May be empty."""
+        """Up to `n` messages in stream order: what is buffered, or else the first within `wait` seconds. May be empty."""
         if not self._buffer and wait > 0:
             self.arrived.clear()
             try:
@@ -241,5 +241,3 @@ async def give_up(delivery: Delivery, reason: str, on_dead: OnDead | None) -> No
     if on_dead is not None:
         await on_dead(delivery, reason)
     await delivery.reject(reason)
-
-

@@ -81,7 +81,8 @@ class Service:
         task.add_done_callback(self._running.discard)
 
     async def _one(self, msg: Any) -> None:
-        token = otel.attach(extract(msg.headers or {}))
+        carrier: dict[str, str] = msg.headers or {}
+        token = otel.attach(extract(carrier))
         try:
             body, headers = await self._answer(msg)
         finally:

@@ -161,7 +161,7 @@ class EmbeddedServer:
         if port:
             if not _free(port):
                 raise Unavailable(
-                    f"port {port}, kept in {path}, is taken by another program; stop that, or delete the file to get another port"
+                    f"port {port}, kept in {path}, is taken by another program; stop that, or delete the file for another port"
                 )
         elif _free(PREFERRED_PORT):
             port = PREFERRED_PORT
@@ -215,7 +215,8 @@ def _die_with_parent() -> Callable[[], None] | None:
 
 def _jetstream_answers(port: int) -> bool:
     """Ask by hand, since no event loop need be running here: the protocol is a few lines of text."""
-    hello = 'CONNECT {"verbose":false,"headers":true,"no_responders":true}\r\nSUB _INBOX.ready 1\r\nPUB $JS.API.INFO _INBOX.ready 0\r\n\r\n'
+    hello = 'CONNECT {"verbose":false,"headers":true,"no_responders":true}\r\nSUB _INBOX.ready 1\r\n'
+    hello += "PUB $JS.API.INFO _INBOX.ready 0\r\n\r\n"
     try:
         with socket.create_connection(("127.0.0.1", port), timeout=1.0) as connection:
             connection.sendall(hello.encode())

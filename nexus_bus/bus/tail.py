@@ -74,9 +74,9 @@ class Reader:
     async def stored(self) -> AsyncIterator[Any]:
         """What is stored now, and no more."""
         while self._buffer or self._to_come:
-            try:
-                yield await asyncio.wait_for(self._next(), 2.0)
-            except TimeoutError:  # what was to come may have been purged
+            if await self._filled(2.0):
+                yield await self._next()
+            else:  # what was to come may have been purged
                 info = await self._bus.js.consumer_info(self._stream, self._consumer)
                 self._to_come = info.num_pending or 0
 
@@ -85,10 +85,17 @@ class Reader:
         while True:
             yield await self._next()
 
-    async def _next(self) -> Any:
+    async def _filled(self, wait: float | None) -> bool:
         while not self._buffer:
             self._arrived.clear()
-            await self._arrived.wait()
+            try:
+                await asyncio.wait_for(self._arrived.wait(), wait)
+            except TimeoutError:
+                return False
+        return True
+
+    async def _next(self) -> Any:
+        await self._filled(None)
         msg = self._buffer.popleft()
         await self._request.renew()
         return msg

@@ -1,7 +1,7 @@
 """Streams, buckets and consumers as data, and the calls that make a server agree with it (DESIGN §3)."""
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -131,6 +131,19 @@ async def _ensure_stream(bus: "Bus", config: StreamConfig) -> None:
     for name in ("subjects", "max_bytes", "max_age", "max_msgs_per_subject", "duplicate_window", "num_replicas"):
         if getattr(found, name) != getattr(config, name):
             await bus.js.update_stream(config)
+            return
+
+
+async def _patiently(call: Callable[[], Awaitable[object]]) -> None:
+    """Another process may be making the same thing this very moment, and JetStream may just be opening."""
+    for attempt in range(20):
+        try:
+            await call()
+        except APIError as error:
+            if error.err_code not in NOT_YET or attempt == 19:
+                raise
+            await asyncio.sleep(0.05)
+        else:
             return
 
 

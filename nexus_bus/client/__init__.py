@@ -1,9 +1,11 @@
-"""What a tenant imports. Needs no torch.
+"""What a tenant imports: submit jobs, follow them, fetch policies. Needs no torch.
 
-client = await Client.connect("nats://127.0.0.1:4222", tenant="acme")
-await client.submit(Path("pick.toml"))
-async for event in client.watch("pick"):
-    print(event.type, event.message)
+    async with await Client.connect(tenant="acme") as client:
+        submission = await client.submit("pick.toml")
+        async for event in client.watch(submission.job):
+            print(event.time, event.type, event.message)
+
+The same without async: `nexus_bus.client.sync.Client`.
 """
 
 from nexus_bus.client.client import Client, Submission

@@ -1,133 +1,209 @@
-"""The client: submit, watch, cancel, and take policies home. Everything it does is events and registry reads."""
+"""The tenant's end of the line: a job document in; events, states and policy versions out."""
 
 import asyncio
-import uuid
-from collections.abc import AsyncIterator
+import hashlib
+import os
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from types import TracebackType
 from typing import Any, Self
 
 import msgspec
 
-from nexus_bus import registry
+from nexus_bus import config
 from nexus_bus.bus import Bus
 from nexus_bus.documents import job_spec
 from nexus_bus.errors import BadJob, NotFound, Unavailable
+from nexus_bus.registry import job_key, policy_key
+from schemas.base import NAME_PATTERN, Name
 from schemas.events import Event
-from schemas.job import JobCancel, JobSpec
+from schemas.job import EnvironmentSpec, EvaluationSpec, JobCancel, JobSpec
 from schemas.plan import TERMINAL, JobState
 from schemas.policy import PolicyVersion
 
-ANSWER_S = 10.0
+ANSWER_S = 15.0  # how long the master may take to accept or refuse
+ENDINGS = frozenset({"job.completed", "job.failed", "job.cancelled"})
+
+Document = JobSpec | Mapping[str, Any] | str | Path
 
 
 @dataclass(frozen=True)
 class Submission:
     """An accepted job."""
 
-    id: str
     job: str
-    message: str
+    id: str  # message id of the submission
+    message: str  # what the master said
 
 
 class Client:
-    """One tenant's view of a bus."""
+    """Everything a tenant does, on one connection."""
 
     def __init__(self, bus: Bus, tenant: str) -> None:
-        """Use `Client.connect`."""
+        """Use `connect`, or `for_tenant` of another client."""
         self.bus = bus
-        self.tenant = tenant
-        self._kv = bus.kv("registry")
+        self.tenant = _tenant(tenant)
+        self._registry = bus.kv("registry")
 
     @classmethod
-    async def connect(cls, url: str, tenant: str = "default", *, timeout: float = 5.0) -> Self:
-        """Join a bus. Raises Unavailable if no server answers."""
-        return cls(await Bus.connect(url, name=f"client-{tenant}", timeout=timeout), tenant)
+    async def connect(cls, url: str | None = None, tenant: str | None = None, *, timeout: float = 15.0) -> Self:
+        """Connect as a tenant.
+
+        Args:
+            url: default NEXUS_URL, else the server that `nexus up` started in NEXUS_HOME.
+            tenant: default NEXUS_TENANT, else "default".
+
+        Raises:
+            BadJob: the tenant is not a name.
+            Unavailable: no server answers within `timeout` seconds.
+        """
+        name = _tenant(tenant or os.environ.get("NEXUS_TENANT") or "default")
+        bus = await Bus.connect(url or os.environ.get("NEXUS_URL") or config.default_url(), name=f"client-{name}", timeout=timeout)
+        return cls(bus, name)
 
     def for_tenant(self, tenant: str) -> "Client":
-        """The same connection for another tenant; accounts of their own come later."""
+        """The same connection on behalf of another tenant."""
         return Client(self.bus, tenant)
 
     async def close(self) -> None:
-        """Leave."""
+        """Flush and disconnect."""
         await self.bus.close()
 
-    async def submit(self, document: JobSpec | dict[str, Any] | Path, *, submission: str = "") -> Submission:
-        """Send a job and wait for the answer. The same `submission` id again is the same job, not a second one.
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        await self.close()
+
+    # Jobs
+
+    async def submit(self, document: Document, *, wait: bool = False, timeout: float = ANSWER_S) -> Submission:
+        """Send a job: a JobSpec, a mapping, or the path of a TOML, YAML or JSON file. The same document sent twice is one job.
+
+        Args:
+            wait: return only when the job has ended.
+            timeout: seconds the master may take to answer.
 
         Raises:
-            BadJob: refused, here or by the master; the text names the field.
-            Unavailable: no master answered in time; the job is queued and will be answered by an event.
+            BadJob: the document or the master says no; the text begins with the field.
+            Unavailable: no answer in time; the job is queued all the same and begins once a master is there.
         """
-        spec = document if isinstance(document, JobSpec) else job_spec(document)
-        submission = submission or uuid.uuid4().hex
-        since = datetime.now(UTC) - timedelta(seconds=2)  # server and client clocks of one machine; generous on two
-        await self.bus.publish("job.submit", spec, msg_id=submission, tenant=self.tenant)
+        spec = document if isinstance(document, JobSpec) else job_spec(Path(document) if isinstance(document, str) else document)
+        digest = hashlib.sha256(self.tenant.encode() + b"\0" + msgspec.json.encode(spec, order="deterministic"))
+        submission = f"{spec.name}-{digest.hexdigest()[:24]}"
+        await self.bus.publish("job.submit", spec, msg_id=f"{self.tenant}/{submission}", tenant=self.tenant)
         try:
-            async with asyncio.timeout(ANSWER_S):
-                async for item in self.bus.tail("event", since=since, tenant=self.tenant, job="*"):
-                    event: Event = item.message
-                    if event.submission != submission:
-                        continue
-                    if event.type == "job.refused":
-                        raise BadJob(event.message)
-                    return Submission(submission, spec.name, event.message)
+            async with asyncio.timeout(timeout):
+                answer = await self._answer(f"{self.tenant}/{submission}")
         except TimeoutError:
-            pass
-        raise Unavailable(f"no master answered within {ANSWER_S:g} s; {spec.name} stays queued: `nexus watch {spec.name}`")
+            raise Unavailable(
+                f"no answer from a master within {timeout:g} s; {spec.name!r} is queued and begins once one runs (`nexus up`)"
+            ) from None
+        if answer.type == "job.refused":
+            raise BadJob(answer.message)
+        if wait:
+            async for _ in self.watch(spec.name):
+                pass
+        return Submission(spec.name, submission, answer.message)
+
+    async def _answer(self, submission: str) -> Event:
+        async for item in self.bus.tail("event", since="all", follow=True, tenant=self.tenant, job="*"):
+            event: Event = item.message
+            if event.submission == submission and event.type in ("job.accepted", "job.refused"):
+                return event
+        raise Unavailable("the event stream ended")  # it does not; for the type checker's peace
+
+    async def evaluate(
+        self, policy: str, environment: EnvironmentSpec, *, evaluation: EvaluationSpec | None = None, name: str | None = None, **submit: Any
+    ) -> Submission:
+        """Submit an evaluation of one policy version (`<job>@<n>` or `<job>@latest`). Raises as `submit`."""
+        protocol = evaluation or EvaluationSpec()
+        if name is None:
+            digest = hashlib.sha256(msgspec.json.encode([policy, environment, protocol], order="deterministic")).hexdigest()[:8]
+            name = f"eval-{policy.replace('@', '-')[:45]}-{digest}"
+        document = {"kind": "eval", "name": name, "init": policy, "environment": environment, "evaluation": protocol}
+        return await self.submit(msgspec.to_builtins(document), **submit)
 
     async def cancel(self, job: str, reason: str = "") -> None:
-        """Ask for a job to be stopped; its newest version stays. Raises NotFound where there is no such job."""
-        if await self.job(job) is None:
-            raise NotFound(f"no job {job!r} of tenant {self.tenant!r}; `nexus jobs` lists them")
-        message = JobCancel(job=job, reason=reason)
-        await self.bus.publish("job.cancel", message, msg_id=uuid.uuid4().hex, tenant=self.tenant)
-
-    async def job(self, name: str) -> JobState | None:
-        """A job's state, or None."""
-        entry = await self._kv.get(registry.job_key(self.tenant, name), JobState)
-        return entry.value if entry is not None else None
+        """Stop a job; its last committed policy version stays. Raises NotFound, or BadJob if it has ended."""
+        state = await self.job(job)
+        if state is None:
+            raise NotFound(f"job: {self.tenant} has no job {job!r}; `nexus jobs` lists them")
+        if state.phase in TERMINAL:
+            raise BadJob(f"job: {job!r} is {state.phase} already")
+        cancel = JobCancel(job=job, reason=reason)
+        await self.bus.publish("job.cancel", cancel, msg_id=f"cancel/{self.tenant}/{job}/{state.submission}", tenant=self.tenant)
 
     async def jobs(self) -> list[JobState]:
-        """All jobs of the tenant, oldest first."""
-        entries = [await self._kv.get(key, JobState) for key in await self._kv.keys(registry.job_key(self.tenant, ""))]
+        """This tenant's jobs, oldest first."""
+        keys = await self._registry.keys(job_key(self.tenant, ""))
+        entries = await asyncio.gather(*(self._registry.get(key, JobState) for key in keys))
         return sorted((entry.value for entry in entries if entry is not None), key=lambda state: state.submitted)
 
-    async def policies(self, job: str = "") -> list[PolicyVersion]:
-        """Published versions, of one job or of all."""
-        prefix = f"policy.{self.tenant}." + (f"{job}." if job else "")
-        entries = [await self._kv.get(key, PolicyVersion) for key in await self._kv.keys(prefix)]
-        return sorted((entry.value for entry in entries if entry is not None), key=lambda policy: (policy.job, policy.n))
+    async def job(self, name: str) -> JobState | None:
+        """One job's state, or None."""
+        entry = await self._registry.get(job_key(self.tenant, _token("job", name)), JobState)
+        return entry.value if entry is not None else None
+
+    async def watch(self, job: str) -> AsyncIterator[Event]:
+        """A job's events from its beginning, until it has ended. Raises NotFound if there is no such job."""
+        if await self.job(job) is None:
+            raise NotFound(f"job: {self.tenant} has no job {job!r}; `nexus jobs` lists them")
+        async for item in self.bus.tail("event", since="all", follow=True, tenant=self.tenant, job=job):
+            yield item.message
+            if item.message.type in ENDINGS:
+                return
+
+    # Policies
+
+    async def policies(self, job: str | None = None) -> list[PolicyVersion]:
+        """Policy versions, of one job or of all, in order."""
+        prefix = f"policy.{self.tenant}." + (f"{_token('job', job)}." if job else "")
+        entries = await asyncio.gather(*(self._registry.get(key, PolicyVersion) for key in await self._registry.keys(prefix)))
+        return sorted((entry.value for entry in entries if entry is not None), key=lambda version: (version.job, version.n))
 
     async def policy(self, ref: str) -> PolicyVersion:
         """One version: `<job>@<n>` or `<job>@latest`. Raises NotFound."""
         job, _, n = ref.partition("@")
-        found = [policy for policy in await self.policies(job) if n in ("latest", str(policy.n))]
-        if not found:
-            raise NotFound(f"no policy version {ref!r} of tenant {self.tenant!r}; `nexus policies` lists them")
-        return found[-1]
+        if n == "latest":
+            versions = await self.policies(job)
+            if not versions:
+                raise NotFound(f"policy: job {job!r} has published no version")
+            return versions[-1]
+        if not n.isdecimal():
+            raise NotFound(f"policy: {ref!r} is not of the form <job>@<n> or <job>@latest")
+        entry = await self._registry.get(policy_key(self.tenant, _token("policy", job), int(n)), PolicyVersion)
+        if entry is None:
+            raise NotFound(f"policy: {self.tenant} has no {ref!r}; `nexus policies` lists what there is")
+        return entry.value
 
-    async def download(self, ref: str, directory: Path) -> PolicyVersion:
-        """Take a version home: `head.safetensors` and `policy.json` with its contract."""
-        policy = await self.policy(ref)
-        data = await self.bus.blobs.get(policy.weights)
+    async def download(self, ref: str, directory: Path) -> list[Path]:
+        """Leave with a policy: `model.safetensors` (the action module), `contract.json` and `policy.json`. Raises NotFound."""
+        version = await self.policy(ref)
+        weights = await self.bus.blobs.get(version.weights)
         directory.mkdir(parents=True, exist_ok=True)
-        (directory / "head.safetensors").write_bytes(data)
-        (directory / "policy.json").write_bytes(msgspec.json.format(msgspec.json.encode(policy)))
-        return policy
+        files = {
+            "model.safetensors": weights,
+            "contract.json": _pretty(version.contract),
+            "policy.json": _pretty(version),
+        }
+        for name, content in files.items():
+            await asyncio.to_thread((directory / name).write_bytes, content)
+        return [directory / name for name in files]
 
-    async def watch(self, job: str = "*", *, since: Any = "all") -> AsyncIterator[Event]:
-        """Events of a job until it ends; of all jobs, for ever."""
-        async for item in self.bus.tail("event", since=since, tenant=self.tenant, job=job):
-            yield item.message
-            if job != "*" and item.message.type in ("job.completed", "job.failed", "job.cancelled"):
-                return
 
-    async def wait(self, job: str) -> JobState:
-        """Wait until a job has ended."""
-        while True:
-            state = await self.job(job)
-            if state is not None and state.phase in TERMINAL:
-                return state
-            await asyncio.sleep(0.2)
+def _pretty(value: Any) -> bytes:
+    return msgspec.json.format(msgspec.json.encode(value)) + b"\n"
+
+
+def _token(field: str, name: str) -> str:
+    """A name that cannot break out of its place in a subject."""
+    try:
+        return msgspec.convert(name, Name)
+    except msgspec.ValidationError:
+        raise BadJob(f"{field}: {name!r} is not a name (lower-case letters, digits, - and _; pattern {NAME_PATTERN})") from None
+
+
+def _tenant(name: str) -> str:
+    return _token("tenant", name)

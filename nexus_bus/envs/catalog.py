@@ -54,6 +54,7 @@ class EnvironmentEntry:
     sentences: Callable[[str, Options], tuple[str, ...]] | None = None  # where options narrow them
     expert: bool = True
     gl: bool = True  # needs OpenGL
+    fps: int = 10  # nominal control rate, for datasets
     revision: int = 1  # raised when the same seed no longer gives the same episode
 
 
@@ -148,6 +149,7 @@ ENVIRONMENTS: dict[str, EnvironmentEntry] = {
         adapter="nexus_bus.envs.tabletop:Tabletop",
         packages=("mujoco",),
         extra="envs",
+        fps=12,
         spaces=_tabletop,
         sentences=_tabletop_sentences,
     ),
@@ -163,6 +165,7 @@ ENVIRONMENTS: dict[str, EnvironmentEntry] = {
             "rendering": Option(
                 "fast", "fast: no shadows, multisampling or reflections; full: as shipped", choices=("fast", "full")
             ),
+            "reward": Option("sparse", "1 at success, or Meta-World's own divided by 10", choices=("sparse", "dense")),
             "image_size": _SIZE,
             "max_steps": _steps(200, 500),
             "end_on_success": _END,
@@ -170,6 +173,7 @@ ENVIRONMENTS: dict[str, EnvironmentEntry] = {
         adapter="nexus_bus.envs.metaworld:MetaWorld",
         packages=("metaworld", "mujoco"),
         extra="metaworld",
+        fps=80,
         spaces=_metaworld,
     ),
     "minigrid": EnvironmentEntry(

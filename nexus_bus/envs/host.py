@@ -251,7 +251,7 @@ class _Child:
     """The other end: sessions by number, one request at a time."""
 
     def __init__(self) -> None:
-        from nexus_bus.envs.session import Session  # noqa: PLC0415 - the parent never needs it
+        from nexus_bus.envs.session import Session  # here: the parent never needs it
 
         self._open = Session
         self._sessions: dict[int, Session] = {}

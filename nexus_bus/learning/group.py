@@ -45,7 +45,7 @@ class MemberResult:
     private_s: float  # loss, backward, step
     group: int  # samples in the group, all members together
     tenants: int
-    stats: EncodeStats  # of the group
+    stats: EncodeStats | None  # of the group
 
     @property
     def device_s(self) -> float:

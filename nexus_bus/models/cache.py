@@ -12,13 +12,16 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
-from nexus_bus.models.backbone import Backbone
 from nexus_bus.models.features import VLAFeature
-from nexus_bus.models.prompt import Prompt
+
+if TYPE_CHECKING:  # a process that only reads the cache need not load transformers
+    from nexus_bus.models.backbone import Backbone
+    from nexus_bus.models.prompt import Prompt
 
 
 class FeatureCache:
@@ -144,8 +147,8 @@ class EncodeStats:
 
 
 def encode_cached(
-    backbone: Backbone,
-    prompts: Sequence[Prompt],
+    backbone: "Backbone",
+    prompts: "Sequence[Prompt]",
     cache: FeatureCache | None = None,
     layers: Sequence[int] = (-1,),
     ids: Sequence[str] | None = None,

@@ -123,8 +123,8 @@ def resolve_base(base: str) -> Path:
     if (path / "config.json").is_file():
         return path.resolve()
     if base.count("/") == 1 and not path.is_absolute():
-        from huggingface_hub import snapshot_download  # noqa: PLC0415 - slow to load, and only the `models` extra has it
-        from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError  # noqa: PLC0415
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
         try:
             return Path(snapshot_download(base, local_files_only=True))

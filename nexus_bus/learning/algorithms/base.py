@@ -125,7 +125,8 @@ def gradient_step(slot: Slot, loss: torch.Tensor, grad_clip: float, rates: Mappi
     norm = float(torch.nn.utils.clip_grad_norm_(parameters, grad_clip))
     if not np.isfinite(norm) or not torch.isfinite(loss):
         raise Diverged(
-            f"step {slot.step}: loss {float(loss):g}, gradient norm {norm:g}; lower the learning rate or check the data"
+            f"step {slot.step}: loss {float(loss.detach()):g}, gradient norm {norm:g}; "
+            "lower the learning rate or check the data"
         )
     for group in slot.optimizer.param_groups:
         group["lr"] = rates[group["name"]]

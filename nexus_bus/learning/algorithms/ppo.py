@@ -199,16 +199,15 @@ class Ppo(Algorithm[PpoWork]):
         value_loss = clipped_value_loss(value, batch.value[rows], batch.returns[rows], spec.value_clip)
         bonus = (entropy * executed).sum() / executed.sum()
         loss = value_loss if warming else policy_loss + value_loss - spec.entropy * bonus
-        with torch.no_grad():
-            metrics = {
-                "loss": float(loss),
-                "policy_loss": float(policy_loss),
-                "value_loss": float(value_loss),
-                "entropy": float(bonus),
-                "kl": float(((ratio - 1) - log_ratio).mean()),  # Schulman's k3 estimate, never negative
-                "clip_fraction": float(((ratio - 1).abs() > spec.clip).float().mean()),
-            }
-        return loss, metrics
+        parts = {
+            "loss": loss,
+            "policy_loss": policy_loss,
+            "value_loss": value_loss,
+            "entropy": bonus,
+            "kl": ((ratio - 1) - log_ratio).mean(),  # Schulman's k3 estimate, never negative
+            "clip_fraction": ((ratio - 1).abs() > spec.clip).float().mean(),
+        }
+        return loss, {name: float(part.detach()) for name, part in parts.items()}
 
     def _summary(self, slot: Slot, work: PpoWork, batch: _Batch) -> dict[str, float]:
         spread = float(batch.returns.var(correction=0))

@@ -9,7 +9,7 @@ from nexus_bus.models import process
 if "torch" not in sys.modules:
     process.settings()
 
-from nexus_bus.models.backbone import Backbone  # noqa: E402 - the settings come first
+from nexus_bus.models.backbone import Backbone
 
 
 @pytest.fixture(scope="session")

@@ -15,7 +15,7 @@ from nexus_bus.models.backbone import Backbone
 from nexus_bus.models.catalog import resolve_base
 from nexus_bus.models.prompt import PatchMaker, Prompt
 
-WORDS = "touch push the red blue green block to left right open close drawer slowly and then stop".split()
+WORDS = ["touch", "push", "the", "red", "blue", "green", "block", "to", "left", "right", "open", "drawer", "slowly", "stop"]
 
 
 def prompts(count: int, seed: int = 0, size: int = 96) -> list[Prompt]:

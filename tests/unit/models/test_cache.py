@@ -66,16 +66,17 @@ def test_a_disk_that_refuses_is_no_error(tmp_path: Path):
 def test_processes_share_a_directory_while_it_overflows(tmp_path: Path):
     code = (
         "import sys, torch; from pathlib import Path\n"
-        "from nexus_bus.models.cache import FeatureCache; from nexus_bus.models.features import VLAFeature\n"
+        "from nexus_bus.models.cache import FeatureCache; assert 'transformers' not in sys.modules\n"
+        " from nexus_bus.models.features import VLAFeature\n"
         "cache = FeatureCache(Path(sys.argv[1]), memory_bytes=0, disk_bytes=30_000)\n"
-        "for i in range(150):\n"
+        "for i in range(120):\n"
         "    cache.put(VLAFeature(f'{i:04x}', torch.full((10, 16), float(i)), torch.zeros(10, dtype=torch.uint8), (6, 10)))\n"
         "    for j in range(max(0, i - 3), i + 1):\n"
         "        got = cache.get(f'{j:04x}')\n"
         "        assert got is None or float(got.hidden[0, 0]) == j\n"
     )
-    running = [subprocess.Popen([sys.executable, "-c", code, str(tmp_path)]) for _ in range(3)]
-    assert [process.wait(60) for process in running] == [0, 0, 0]
+    running = [subprocess.Popen([sys.executable, "-c", code, str(tmp_path)]) for _ in range(2)]
+    assert [process.wait(90) for process in running] == [0, 0]
     assert disk(tmp_path) <= 30_000 * 19 // 16 + 3000
     assert not [path for path in tmp_path.rglob(".*") if path.is_file()], "no half-written file is left"
 

@@ -13,12 +13,22 @@ from schemas.job import HeadSpec
 
 
 def test_the_catalogue_needs_no_torch():
-    code = "import sys; from nexus_bus.models import catalog; catalog.describe_backbone('nexus-nano'); print('torch' in sys.modules)"
+    code = (
+        "import sys\n"
+        "from nexus_bus.models import catalog\n"
+        "catalog.describe_backbone('nexus-nano')\n"
+        "print('torch' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
 
 
 def test_process_settings_refuse_to_come_too_late():
-    code = "import sys, types; sys.modules['torch'] = types.ModuleType('torch')\nfrom nexus_bus.models import process; process.settings()"
+    code = (
+        "import sys, types\n"
+        "sys.modules['torch'] = types.ModuleType('torch')\n"
+        "from nexus_bus.models import process\n"
+        "process.settings()"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert "after torch was imported" in done.stderr

@@ -48,7 +48,7 @@ def test_a_horizon_beyond_the_query_tokens_is_refused():
 
 
 def test_an_unknown_head_is_the_jobs_mistake():
-    with pytest.raises(BadJob, match="head.type: 'nope'"):
+    with pytest.raises(BadJob, match=r"head\.type: 'nope'"):
         contract(head=HeadSpec(type="nope"))
 
 

@@ -1,0 +1,83 @@
+"""What commands share: who asks (`--tenant`), where (`--url`), and in which form the answer comes (`--json`)."""
+
+import asyncio
+import functools
+import os
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+import click
+import msgspec
+
+from nexus_bus import config
+
+T = TypeVar("T")
+Command = TypeVar("Command", bound=Callable[..., Any])
+CONNECT_S = 4.0
+
+
+def default_url() -> str:
+    """NEXUS_URL, else the server that `nexus up` started in NEXUS_HOME (default `.nexus`)."""
+    return os.environ.get("NEXUS_URL") or config.default_url()
+
+
+def bus_options(command: Command) -> Command:
+    """`--url` and `--tenant`."""
+    url = click.option("--url", default=default_url, show_default="NEXUS_URL, else that of `nexus up`", help="NATS server.")
+    tenant = click.option("--tenant", default="default", envvar="NEXUS_TENANT", show_default=True, help="Who asks.")
+    return url(tenant(command))
+
+
+def json_option(command: Command) -> Command:
+    """`--json`."""
+    return click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")(command)
+
+
+def asynchronous(command: Callable[..., Awaitable[T]]) -> Callable[..., T]:
+    """Run an async command to its end; only warnings of the library reach the terminal."""
+
+    @functools.wraps(command)
+    def run(*arguments: Any, **options: Any) -> T:
+        from nexus_bus import logs
+
+        logs.start("cli", "nexus", "error")
+        return asyncio.run(_awaited(command(*arguments, **options)))
+
+    return run
+
+
+async def _awaited(work: Awaitable[T]) -> T:
+    return await work
+
+
+def connect(url: str, tenant: str) -> Any:
+    """A client, as an async context manager."""
+    from nexus_bus.client import Client
+
+    return _Connected(functools.partial(Client.connect, url, tenant, timeout=CONNECT_S))
+
+
+class _Connected:
+    def __init__(self, connecting: Callable[[], Awaitable[Any]]) -> None:
+        self._connecting = connecting
+        self._client: Any = None
+
+    async def __aenter__(self) -> Any:
+        self._client = await self._connecting()
+        return self._client
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._client.close()
+
+
+def print_json(value: Any) -> None:
+    """One JSON document on stdout, all fields present."""
+    click.echo(msgspec.json.format(msgspec.json.encode(value)).decode())
+
+
+def console() -> Any:
+    """The terminal; without one, wide enough that no table breaks its lines."""
+    from rich.console import Console
+
+    found = Console(highlight=False, soft_wrap=False)
+    return found if found.is_terminal else Console(highlight=False, width=200)

@@ -1,0 +1,121 @@
+"""`nexus up`, `nexus down`, `nexus worker`: processes."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+
+from nexus_bus import config
+from nexus_bus.errors import Unavailable
+
+START_S, STOP_S = 45.0, 40.0
+COUNTED = ("inference", "trainer", "rollout", "environment")
+
+
+def _home(_context: click.Context, _parameter: click.Parameter, value: Path | None) -> Path:
+    return (value or config.home()).resolve()
+
+
+home_option = click.option(
+    "--home", type=click.Path(file_okay=False, path_type=Path), callback=_home, show_default="NEXUS_HOME, else .nexus",
+    help="Directory of server, logs, datasets and caches.",
+)  # fmt: skip
+
+
+@click.command("up")
+@home_option
+@click.option("--inference", type=click.IntRange(0, 64), default=1, show_default=True, help="Inference workers.")
+@click.option("--trainer", type=click.IntRange(0, 64), default=1, show_default=True, help="Trainers.")
+@click.option("--rollout", type=click.IntRange(0, 64), default=1, show_default=True, help="Rollout workers.")
+@click.option("--environment", type=click.IntRange(0, 64), default=1, show_default=True, help="Environment workers.")
+@click.option("--port", type=click.IntRange(1, 65535), help="Port of the server; chosen once and kept in the home by default.")
+@click.option("--detach", is_flag=True, help="Go to the background once the server answers.")
+def up_command(home: Path, port: int | None, detach: bool, **counts: int) -> None:  # noqa: FBT001 - click's calling convention
+    """Start a server and all workers on this machine. Ctrl-C ends them: workers first, the server last.
+
+    More than one worker of a role share its work. `nexus worker ROLE` adds workers from any machine that reaches the server.
+    """
+    from nexus_bus import host, logs
+
+    if detach:
+        _detach(home, port, counts)
+        return
+    logs.start("host", host.host_id(), "error")
+    everyone = {role: counts.get(role, 1) for role in host.ROLES}
+    asyncio.run(host.up(home, everyone, port=port, say=_say))
+
+
+def _say(text: str) -> None:
+    click.echo(f"{time.strftime('%H:%M:%S')} {text}")
+
+
+def _detach(home: Path, port: int | None, counts: dict[str, int]) -> None:
+    from nexus_bus.host import running_up
+
+    if (pid := running_up(home)) is not None:
+        raise Unavailable(f"a service runs on {home} already (process {pid}); use it, or end it with `nexus down --home {home}`")
+    (home / "logs").mkdir(parents=True, exist_ok=True)
+    log = home / "logs" / "up.log"
+    arguments = ["--home", str(home), *(["--port", str(port)] if port else [])]
+    for role, count in counts.items():
+        arguments += [f"--{role}", str(count)]
+    with log.open("ab") as out:
+        process = subprocess.Popen(  # noqa: S603 - our own command
+            [sys.executable, "-m", "nexus_bus.cli", "up", *arguments],
+            stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True,
+        )  # fmt: skip
+    url = home / "url"
+    ends = time.monotonic() + START_S
+    while time.monotonic() < ends:
+        if running_up(home) == process.pid and url.is_file() and (text := url.read_text().strip()):
+            click.echo(f"server at {text}, process {process.pid}; `nexus down --home {home}` ends it, logs in {home / 'logs'}")
+            return
+        if process.poll() is not None:
+            raise Unavailable(f"the service ended at once: {log.read_text(errors='replace').strip().splitlines()[-1:]}; see {log}")
+        time.sleep(0.05)
+    process.terminate()
+    raise Unavailable(f"the service did not start within {START_S:g} s; see {log}")
+
+
+@click.command("down")
+@home_option
+def down_command(home: Path) -> None:
+    """Stop what `nexus up` started on this home, and wait until it has ended."""
+    from nexus_bus.host import running_up
+
+    pid = running_up(home)
+    if pid is None:
+        click.echo(f"nothing runs on {home}")
+        return
+    os.kill(pid, signal.SIGTERM)
+    ends = time.monotonic() + STOP_S
+    while running_up(home) is not None:
+        if time.monotonic() > ends:
+            raise Unavailable(f"process {pid} has not ended within {STOP_S:g} s; `kill -9 {pid}` ends it and its workers at once")
+        time.sleep(0.05)
+    click.echo(f"stopped process {pid}")
+
+
+@click.command("worker")
+@click.argument("role", type=click.Choice(list(config.ROLES)))
+@click.option("--name", help="Name of this worker; unique on the bus.  [default: ROLE-pid]")
+@click.option("--url", help="NATS server.  [default: NEXUS_URL, else that of `nexus up`]")
+@click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="A setting; `nexus config ROLE` lists them.")
+def worker_command(role: str, name: str | None, url: str | None, settings: tuple[str, ...]) -> int:
+    """Join a bus as one worker, until SIGTERM or Ctrl-C."""
+    import importlib
+
+    flags: dict[str, Any] = {}
+    for setting in settings:
+        key, equals, value = setting.partition("=")
+        if not equals:
+            raise click.BadParameter(f"{setting!r} is not of the form KEY=VALUE", param_hint="--set")
+        flags[key.replace("-", "_")] = value
+    # By name: the library does not know its workers.
+    return importlib.import_module(f"workers.{role}").run(name=name, url=url, flags=flags)

@@ -1,0 +1,1 @@
+"""Schemas for other languages, made from the Structs: `python -m ops.schemas.generate`."""

@@ -1,0 +1,122 @@
+"""Promise 2: alone or together, the same numbers. Promise 5: one bad thing stays one. Promise 8: every second has an owner."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from nexus_bus.errors import BadMessage
+from nexus_bus.learning.algorithms import Diverged, Ppo, PpoWork, Sft, SftWork
+from nexus_bus.learning.group import GroupTrainer, Member
+from nexus_bus.models.backbone import Backbone
+from nexus_bus.models.cache import FeatureCache
+from nexus_bus.models.checkpoint import training_state_bytes
+from nexus_bus.models.prompt import Prompt
+from nexus_bus.models.slots import build_module
+from schemas import job
+
+# head, horizon, state size, action size, local batch, options
+TENANTS = [
+    ("oft", 8, 3, 4, 3, {}),
+    ("oft", 4, 7, 2, 2, {"blocks": 1}),
+    ("oft", 1, 0, 3, 4, {}),
+    ("gr00t", 6, 3, 2, 2, {"width": 32, "layers": 2, "repeats": 4}),
+]
+
+
+def team(make: Any) -> list[tuple[Any, Any]]:
+    """Four tenants at their beginning: own head, sizes, learning rate, clip and generator."""
+    made = []
+    for i, (head, horizon, state_size, size, _, options) in enumerate(TENANTS):
+        contract = make.contract(head, horizon, state_size, size, **options)
+        algorithm = Sft(job.Sft(learning_rate=1e-3 * (1 + i), grad_clip=0.5 + 0.2 * i, steps=30, warmup_steps=i), slot_seed=i)
+        made.append((algorithm, algorithm.make_slot(f"t{i}", "pick", contract, build_module(contract, 128, seed=i))))
+    return made
+
+
+def work(make: Any, slot: Any, tenant: int, number: int) -> SftWork:
+    # every second batch shows frames that other tenants see too
+    seed = 0 if number % 2 else 100 * tenant
+    return SftWork.from_message(make.batch(slot.contract, number, count=TENANTS[tenant][4], seed=seed), slot.contract)
+
+
+def test_grouped_and_solo_are_equal_to_the_bit(backbone: Backbone, make: Any):
+    together, alone = team(make), team(make)
+    grouped, solo = GroupTrainer(backbone, FeatureCache()), GroupTrainer(backbone)
+    curves: tuple[list[float], list[float]] = ([], [])
+    for number in range(30):
+        members = [Member(slot, algorithm, work(make, slot, i, number)) for i, (algorithm, slot) in enumerate(together)]
+        for result in grouped.run(members):
+            assert result.error is None
+            assert result.result is not None
+            curves[0].append(result.result.loss)
+        for i, (algorithm, slot) in enumerate(alone):
+            only = solo.run([Member(slot, algorithm, work(make, slot, i, number))])[0]
+            assert only.result is not None
+            curves[1].append(only.result.loss)
+    assert curves[0] == curves[1]
+    for (_, a), (_, b) in zip(together, alone, strict=True):
+        assert training_state_bytes(a) == training_state_bytes(b)
+        assert a.step == 30
+
+
+def test_a_member_that_fails_fails_alone(backbone: Backbone, make: Any):
+    members, twins = team(make), team(make)
+    first = [Member(slot, algorithm, work(make, slot, i, 0)) for i, (algorithm, slot) in enumerate(members)]
+    bad = first[1].work
+    first[1] = Member(first[1].slot, first[1].algorithm, SftWork(bad.observations, bad.prompts, bad.actions / 0, bad.pad))
+    forged = [Prompt(prompt.images, "touch <|image_pad|>") for prompt in first[2].work.prompts]
+    old = first[2].work
+    first[2] = Member(first[2].slot, first[2].algorithm, SftWork(old.observations, forged, old.actions, old.pad))
+    results = GroupTrainer(backbone).run(first)
+    assert isinstance(results[1].error, Diverged)
+    assert isinstance(results[2].error, BadMessage)
+    for i in (0, 3):
+        twin = GroupTrainer(backbone).run([Member(twins[i][1], twins[i][0], work(make, twins[i][1], i, 0))])[0]
+        assert results[i].result == twin.result
+    for i in (1, 2):
+        assert results[i].result is None
+        assert training_state_bytes(members[i][1]) == training_state_bytes(twins[i][1])
+
+
+def test_a_failure_halfway_is_rolled_back(backbone: Backbone, make: Any):
+    contract = make.contract()
+    algorithm = Ppo(job.Ppo(minibatch=2), slot_seed=1)
+    slot = algorithm.make_slot("acme", "pick", contract, build_module(contract, 128, seed=1))
+    before = training_state_bytes(slot)
+    decoded = PpoWork.from_messages([make.record(contract, i) for i in range(2)], contract)
+    decoded.log_prob[3] = float("nan")
+    result = GroupTrainer(backbone).run([Member(slot, algorithm, decoded)])[0]
+    assert isinstance(result.error, Diverged)
+    assert training_state_bytes(slot) == before
+
+
+def test_an_unforeseen_fault_stays_with_its_member(backbone: Backbone, make: Any):
+    class Faulty(Sft):
+        def learn(self, slot: Any, work: Any, features: Any) -> Any:
+            super().learn(slot, work, features)
+            raise MemoryError("no room")
+
+    (algorithm, slot), *_ = team(make)
+    before = training_state_bytes(slot)
+    result = GroupTrainer(backbone).run([Member(slot, Faulty(algorithm.spec, 0), work(make, slot, 0, 0))])[0]
+    assert isinstance(result.error, MemoryError)
+    assert training_state_bytes(slot) == before
+
+
+def test_the_forward_is_paid_by_those_who_needed_it(backbone: Backbone, make: Any):
+    members = team(make)
+    trainer = GroupTrainer(backbone, FeatureCache())
+    # batch 1 shows frames 3.., 2.., 4.., 2.. of the shared sixteen: some are asked for by several
+    results = trainer.run([Member(slot, algorithm, work(make, slot, i, 1)) for i, (algorithm, slot) in enumerate(members)])
+    assert sum(result.forward_s for result in results) == pytest.approx(results[0].stats.forward_s)
+    assert all(result.private_s > 0 and result.device_s > result.forward_s > 0 for result in results)
+    assert {(result.group, result.tenants) for result in results} == {(11, 4)}
+    again = trainer.run([Member(members[0][1], members[0][0], work(make, members[0][1], 0, 1))])[0]
+    assert again.forward_s == 0.0
+    assert again.stats.hits == again.stats.unique == 3
+
+
+def test_an_empty_group_is_nothing(backbone: Backbone):
+    assert GroupTrainer(backbone).run([]) == []
+    assert torch.is_grad_enabled()
