@@ -1,19 +1,26 @@
-"""Job documents: TOML, YAML or JSON to JobSpec, with errors that name the field and what was probably meant."""
+"""Job documents: TOML, YAML or JSON to JobSpec, with errors that name field and line, and what was probably meant."""
 
 import difflib
 import json
 import re
 import tomllib
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import msgspec
+from msgspec.inspect import LiteralType, StructType, Type, UnionType, type_info
 
 from nexus_bus.errors import BadJob
 from schemas.job import JobSpec
 
 MAX_BYTES = 1 << 20
 _UNKNOWN = re.compile(r"unknown field `(\w+)`(?: - at `\$\.?([^`]*)`)?")
+_MISSING = re.compile(r"missing required field `(\w+)`(?: - at `\$\.?([^`]*)`)?")
+_PLACE = re.compile(r"^(.*) - at `\$\.?([^`]*)`$", re.DOTALL)
+
+_NAME_SHAPE = "a name is lower-case letters, digits, - and _, and begins with a letter or digit"
+_SHAPES = {"init": "a policy is named <job>@<number> or <job>@latest"}
 
 
 def read_document(path: Path) -> dict[str, Any]:
@@ -22,70 +29,111 @@ def read_document(path: Path) -> dict[str, Any]:
     Raises:
         BadJob: unreadable, too large, or not well formed; says where.
     """
+    return _parse(path, _text(path))
+
+
+def job_spec(document: Mapping[str, Any] | Path) -> JobSpec:
+    """The JobSpec of a document, given as data or as a file.
+
+    Raises:
+        BadJob: an unknown or missing field, a wrong type or value; names the field, its line, and the nearest known one.
+    """
+    text = _text(document) if isinstance(document, Path) else ""
+    data = _parse(document, text) if isinstance(document, Path) else document
+    try:
+        return msgspec.convert(data, JobSpec)
+    except msgspec.ValidationError as error:
+        field, what = _explain(str(error))
+        where = f"{document}{_line(text, field)}: " if isinstance(document, Path) else ""
+        raise BadJob(f"{where}{field}: {what}" if field else f"{where}{what}") from error
+
+
+def _text(path: Path) -> str:
     try:
         if path.stat().st_size > MAX_BYTES:
             raise BadJob(f"{path}: larger than {MAX_BYTES} bytes; a job document is a page of text")
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise BadJob(f"{path}: {error}") from error
-    kind = path.suffix.lower()
-    try:
-        if kind == ".json":
-            document = json.loads(text)
-        elif kind in (".yaml", ".yml"):
-            import yaml
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise BadJob(f"{path}: not UTF-8 text: {error}") from error
+    except OSError as error:
+        raise BadJob(f"{path}: {error.strerror or error}") from error
 
-            document = yaml.safe_load(text)
-        elif kind == ".toml":
-            document = tomllib.loads(text)
-        else:
-            raise BadJob(f"{path}: a job document ends in .toml, .yaml or .json")
+
+def _parse(path: Path, text: str) -> dict[str, Any]:
+    kind = path.suffix.lower()
+    if kind not in (".toml", ".yaml", ".yml", ".json"):
+        raise BadJob(f"{path}: a job document ends in .toml, .yaml or .json")
+    try:
+        document = tomllib.loads(text) if kind == ".toml" else json.loads(text) if kind == ".json" else _yaml(text)
     except (ValueError, RecursionError) as error:
-        raise BadJob(f"{path}: not well formed: {error}") from error
-    except Exception as error:  # yaml has its own tree of errors, and yaml is imported only when needed
-        if type(error).__module__.startswith("yaml"):
-            raise BadJob(f"{path}: not well formed: {' '.join(str(error).split())}") from error
-        raise
+        raise BadJob(f"{path}: not well formed: {' '.join(str(error).split())}") from error
     if not isinstance(document, dict):
         raise BadJob(f"{path}: a job document is a table of fields, not a {type(document).__name__}")
     return document
 
 
-def job_spec(document: dict[str, Any] | Path) -> JobSpec:
-    """The JobSpec of a document.
+def _yaml(text: str) -> Any:
+    import yaml
 
-    Raises:
-        BadJob: an unknown or missing field, a wrong type or value; names the field and the nearest known one.
-    """
-    data = read_document(document) if isinstance(document, Path) else document
     try:
-        return msgspec.convert(data, JobSpec)
-    except msgspec.ValidationError as error:
-        raise BadJob(_explain(str(error))) from error
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from error
 
 
-def _explain(text: str) -> str:
-    found = _UNKNOWN.search(text)
-    if found is None:
-        return text
-    name, place = found.group(1), found.group(2) or ""
-    known = _fields(place)
-    near = difflib.get_close_matches(name, known, n=1)
-    where = f"{place}.{name}" if place else name
-    hint = f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(known)}" if known else ""
-    return f"{where}: no such field{hint}"
+def _explain(text: str) -> tuple[str, str]:
+    """(field, what is wrong with it) of a validation error."""
+    if found := _UNKNOWN.search(text):
+        name, place = found.group(1), found.group(2) or ""
+        variants = [{f.name for f in kind.fields} for kind in _structs(_at(place))]
+        known = sorted({field for fields in variants if name not in fields for field in fields})
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(known)}"
+        return _join(place, name), f"no such field{hint}"
+    if found := _MISSING.search(text):
+        return _join(found.group(2) or "", found.group(1)), "missing"
+    if found := _PLACE.match(text):
+        what, field = found.groups()
+        return field, f"{what}{_choices(what, field)}" if "regex" not in what else _SHAPES.get(field, _NAME_SHAPE)
+    return "", text
 
 
-def _fields(place: str) -> list[str]:
-    """Field names at a path of the document; of every variant where there are several."""
-    kinds: list[Any] = [JobSpec]
+def _choices(what: str, field: str) -> str:
+    """What an invalid value could have been."""
+    if not what.startswith("Invalid"):
+        return ""
+    parent, _, name = field.rpartition(".")
+    tags = [str(kind.tag) for kind in _structs(_at(parent)) if kind.tag_field == name and kind.tag is not None]
+    values = [str(value) for kind in _at(field) if isinstance(kind, LiteralType) for value in kind.values]
+    return f"; there are {', '.join(tags or values)}"
+
+
+def _join(place: str, name: str) -> str:
+    return f"{place}.{name}" if place else name
+
+
+def _line(text: str, field: str) -> str:
+    """`:<number>` of the line that sets the field, where exactly one line sets one of that name."""
+    name = field.rpartition(".")[2]
+    if not name.isidentifier():
+        return ""
+    # A key at the start of a line, of a table header, or inside an inline table.
+    pattern = re.compile(rf"""(?:^\s*|[\[{{,.]\s*)["']?{name}["']?\s*[=:\]]""")
+    lines = [number for number, line in enumerate(text.splitlines(), 1) if pattern.search(line)]
+    return f":{lines[0]}" if len(lines) == 1 else ""
+
+
+def _at(place: str) -> list[Type]:
+    """The types that may stand at a path of the document."""
+    kinds: list[Type] = [type_info(JobSpec)]
     for part in filter(None, place.split(".")):
-        kinds = [
-            option
-            for kind in kinds
-            for f in msgspec.structs.fields(kind)
-            if f.name == part
-            for option in (get_args(f.type) or (f.type,))
-            if isinstance(option, type) and issubclass(option, msgspec.Struct)
-        ]
-    return sorted({f.encode_name for kind in kinds for f in msgspec.structs.fields(kind)})
+        kinds = [f.type for kind in _structs(kinds) for f in kind.fields if f.name == part]
+    return _flat(kinds)
+
+
+def _structs(kinds: list[Type]) -> list[StructType]:
+    return [kind for kind in _flat(kinds) if isinstance(kind, StructType)]
+
+
+def _flat(kinds: Iterable[Type]) -> list[Type]:
+    return [one for kind in kinds for one in (kind.types if isinstance(kind, UnionType) else (kind,))]

@@ -9,7 +9,6 @@ Killed  the children and the server end with it (parent-death signal). The next 
 import asyncio
 import contextlib
 import fcntl
-import functools
 import os
 import signal
 import socket
@@ -21,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
-from nexus_bus.bus import Bus, EmbeddedServer, Incoming, ensure_topology, tie_to_parent
+from nexus_bus.bus import Bus, EmbeddedServer, Incoming, die_with_parent, ensure_topology
 from nexus_bus.errors import NexusError, NotFound, Unavailable
 from schemas.control import Ack, Heartbeat, ProcessExit, ProcessOrder, Role
 
@@ -177,7 +176,7 @@ class Supervisor:
                 stderr=log,
                 env=ENVIRONMENT | os.environ | {"NEXUS_HOST": self.host, "NEXUS_HOME": str(self.home)},
                 start_new_session=True,  # Ctrl-C reaches us alone, and we end the children in order
-                preexec_fn=functools.partial(tie_to_parent, signal.SIGKILL),
+                preexec_fn=die_with_parent(signal.SIGKILL),
             )
         child.ended, child.ours = None, False
         watch = asyncio.create_task(self._watch(child, child.process))
@@ -229,7 +228,7 @@ class Supervisor:
                 pid, heard = self._health.get(child.name, (0, 0.0))
                 silent = now - heard > HEALTH_SILENT_S if pid == child.pid else now - child.starts[-1] > HEALTH_STARTING_S
                 # While the server is away nobody's heartbeats arrive: that is no fault of the worker.
-                if silent and child.process is not None and self._bus is not None and self._bus.connected:
+                if silent and child.process is not None and self._bus is not None and self._bus.up.is_set():
                     self._health.pop(child.name, None)
                     child.process.kill()
 
@@ -271,9 +270,7 @@ def held(home: Path) -> Iterator[None]:
                 break
             except OSError:
                 if attempt == 2:
-                    raise Unavailable(
-                        f"a service runs on {home} already (process {_pid(home)}); use it, or end it with `nexus down --home {home}`"
-                    ) from None
+                    raise Unavailable(already(home, _pid(home))) from None
                 time.sleep(0.05)
         file.truncate(0)
         file.write(str(os.getpid()))
@@ -282,6 +279,11 @@ def held(home: Path) -> Iterator[None]:
             yield
         finally:
             file.truncate(0)
+
+
+def already(home: Path, pid: int | None) -> str:
+    """What is said to a second `up`."""
+    return f"a service runs on {home} already (process {pid}); use it, or end it with `nexus down --home {home}`"
 
 
 def running_up(home: Path) -> int | None:
@@ -302,12 +304,11 @@ def _pid(home: Path) -> int | None:
 
 
 async def up(home: Path, counts: Mapping[Role, int], *, port: int | None = None, say: Say = lambda _: None) -> None:
-    """Server and workers on one home, until SIGINT, SIGTERM or SIGHUP; then workers first, the server last.
+    """Server and workers on one home (an absolute path), until SIGINT, SIGTERM or SIGHUP; then workers first, the server last.
 
     Raises:
         Unavailable: the home is in use, or the server does not start.
     """
-    home = home.resolve()
     with held(home):
         stop = asyncio.Event()
         loop = asyncio.get_running_loop()
@@ -331,11 +332,15 @@ async def _keep(server: EmbeddedServer, say: Say) -> None:
     """Start the server again when it crashes: same store, same port, so that everybody finds it."""
     while True:
         await asyncio.sleep(LOOK_S)
-        if server.process is None or server.process.poll() is None:
+        code = server.ended
+        if code is None:
             continue
-        say(f"nats-server ended with code {server.process.returncode}; starting it again")
+        say(f"nats-server ended with code {code}; starting it again")
         server.stop()
-        try:
-            server.start()
-        except NexusError as error:
-            say(str(error))
+        while True:
+            try:
+                server.start()
+                break
+            except NexusError as error:
+                say(str(error))
+                await asyncio.sleep(2.0)

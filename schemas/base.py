@@ -14,27 +14,29 @@ class Document(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, fo
     """Part of a document a person writes. Unknown fields are refused, because there they are typing errors."""
 
 
-NAME_PATTERN = r"^[a-z0-9][a-z0-9_-]{0,62}$"
+END = r"$(?!\n)"  # in Python `$` alone lets a final newline through, which would end a subject; published as plain `$`
+NAME_PATTERN = r"^[a-z0-9][a-z0-9_-]{0,62}" + END
 
 Name = Annotated[str, Meta(pattern=NAME_PATTERN, description="A tenant, job or worker: one token of a subject.")]
 PolicyRef = Annotated[
     str,
-    Meta(pattern=r"^[a-z0-9][a-z0-9_-]{0,62}@(0|[1-9][0-9]{0,8}|latest)$", description="`<job>@<n>` or `<job>@latest`."),
+    Meta(pattern=r"^[a-z0-9][a-z0-9_-]{0,62}@(0|[1-9][0-9]{0,8}|latest)" + END, description="`<job>@<n>` or `<job>@latest`."),
 ]
 PolicyId = Annotated[
-    str, Meta(pattern=r"^[a-z0-9][a-z0-9_-]{0,62}@(0|[1-9][0-9]{0,8})$", description="One immutable version: `<job>@<n>`.")
+    str,
+    Meta(pattern=r"^[a-z0-9][a-z0-9_-]{0,62}@(0|[1-9][0-9]{0,8})" + END, description="One immutable version: `<job>@<n>`."),
 ]
 Count = Annotated[int, Meta(ge=0, le=2**53)]
 Positive = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 Seconds = Annotated[float, Meta(ge=0)]
 Seed = Annotated[int, Meta(ge=0, le=2**53)]
-Sha256 = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}$")]
+Sha256 = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}" + END)]
 Dimension = Annotated[int, Meta(ge=0, le=1 << 24)]
 
 DType = Literal["float32", "float16", "bfloat16", "float64", "uint8", "int32", "int64", "bool"]
 
 
-class Tensor(Message, kw_only=True):
+class Tensor(Message, frozen=True, kw_only=True):
     """A dense array, little-endian, in C order."""
 
     dtype: DType
@@ -42,7 +44,7 @@ class Tensor(Message, kw_only=True):
     data: bytes
 
 
-class Image(Message, kw_only=True):
+class Image(Message, frozen=True, kw_only=True):
     """One picture, HWC uint8 when decoded. PNG is exact, JPEG small, raw free of codec time: the plan chooses."""
 
     encoding: Literal["png", "jpeg", "raw"]
@@ -50,7 +52,7 @@ class Image(Message, kw_only=True):
     data: bytes
 
 
-class BlobRef(Message, kw_only=True):
+class BlobRef(Message, frozen=True, kw_only=True):
     """Content that travels by the object store: anything above 512 KB, and all weights."""
 
     sha256: Sha256

@@ -2,8 +2,6 @@
 
 from typing import Literal
 
-from msgspec import field
-
 from schemas.base import Count, Message, Name
 from schemas.policy import Statistics
 from schemas.rollout import EpisodeResult
@@ -11,7 +9,7 @@ from schemas.rollout import EpisodeResult
 Role = Literal["master", "environment", "rollout", "inference", "trainer", "health"]
 
 
-class JobReport(Message, kw_only=True):
+class JobReport(Message, frozen=True, kw_only=True):
     """Progress of a job, from whoever did the work. It travels on the master's work queue: it is not lost."""
 
     job: Name
@@ -23,10 +21,10 @@ class JobReport(Message, kw_only=True):
     batches: Count = 0  # learned, trained: batches or updates learned and committed so far
     version: int = -1  # learned, trained: newest published version
     reason: str = ""  # failed: one sentence for the tenant
-    metrics: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, float] = {}
 
 
-class Heartbeat(Message, kw_only=True):
+class Heartbeat(Message, frozen=True, kw_only=True):
     """A worker lives and moves. `progress` counts what it has done: a live worker that stops moving is wedged."""
 
     role: Role
@@ -37,10 +35,10 @@ class Heartbeat(Message, kw_only=True):
     busy: bool  # holds work it should be progressing on
     progress: Count
     time: float  # unix seconds
-    gauges: dict[str, float] = field(default_factory=dict)  # e.g. queue, group_size, sessions
+    gauges: dict[str, float] = {}  # e.g. queue, group_size, sessions
 
 
-class ProcessExit(Message, kw_only=True):
+class ProcessExit(Message, frozen=True, kw_only=True):
     """The host's supervisor saw a child end."""
 
     role: Role
@@ -50,7 +48,7 @@ class ProcessExit(Message, kw_only=True):
     returncode: int
 
 
-class ProcessOrder(Message, kw_only=True):
+class ProcessOrder(Message, frozen=True, kw_only=True):
     """Ask a host's supervisor to restart or stop one of its processes. Health manager → supervisor."""
 
     worker: Name
@@ -59,7 +57,7 @@ class ProcessOrder(Message, kw_only=True):
     pid: Count = 0  # act only while the process still has this pid; 0 means whichever
 
 
-class Lease(Message, kw_only=True):
+class Lease(Message, frozen=True, kw_only=True):
     """Who serves a slot. Taken by compare-and-set; `epoch` grows with each taking, so a stale holder cannot commit."""
 
     tenant: Name
@@ -69,7 +67,7 @@ class Lease(Message, kw_only=True):
     expires: float  # unix seconds
 
 
-class Ack(Message, kw_only=True):
+class Ack(Message, frozen=True, kw_only=True):
     """A plain yes, or an error that names what was wrong and what to do."""
 
     ok: bool = True
@@ -77,7 +75,7 @@ class Ack(Message, kw_only=True):
     error_code: str = ""
 
 
-class DeadLetter(Message, kw_only=True):
+class DeadLetter(Message, frozen=True, kw_only=True):
     """Why a message was given up, with the original."""
 
     stream: str
@@ -90,7 +88,7 @@ class DeadLetter(Message, kw_only=True):
     payload: bytes
 
 
-class Span(Message, kw_only=True):
+class Span(Message, frozen=True, kw_only=True):
     """One finished span, as the TRACES stream holds it."""
 
     trace_id: str
@@ -102,11 +100,11 @@ class Span(Message, kw_only=True):
     start_ns: Count
     end_ns: Count
     status: Literal["ok", "error", "unset"] = "unset"
-    attributes: dict[str, str | int | float | bool] = field(default_factory=dict)
-    links: list[tuple[str, str]] = field(default_factory=list)  # (trace_id, span_id)
+    attributes: dict[str, str | int | float | bool] = {}
+    links: list[tuple[str, str]] = []  # (trace_id, span_id)
 
 
-class Spans(Message, kw_only=True):
+class Spans(Message, frozen=True, kw_only=True):
     """A batch of finished spans."""
 
     spans: list[Span]

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from msgspec import Meta, field
+from msgspec import Meta
 
 from schemas.base import Count, Image, Message, Name, Positive, Seed, Tensor
 from schemas.job import EnvironmentSpec, ExpertSpec
@@ -11,7 +11,7 @@ from schemas.policy import ActionSpec, ObservationSpec
 EndReason = Literal["running", "success", "failure", "time_limit"]
 
 
-class SessionOpen(Message, kw_only=True):
+class SessionOpen(Message, frozen=True, kw_only=True):
     """Ask for a session: a simulator held for one episode at a time."""
 
     tenant: Name
@@ -22,7 +22,7 @@ class SessionOpen(Message, kw_only=True):
     lease_s: Annotated[float, Meta(gt=0, le=3600)] = 30.0  # the session ends itself after this long without a call
 
 
-class SessionOpened(Message, kw_only=True):
+class SessionOpened(Message, frozen=True, kw_only=True):
     """Where the session lives: every further call goes to this subject."""
 
     session: str
@@ -31,7 +31,7 @@ class SessionOpened(Message, kw_only=True):
     version: str  # simulator and version, kept with every score
 
 
-class SessionCall(Message, kw_only=True):
+class SessionCall(Message, frozen=True, kw_only=True):
     """One call on a session."""
 
     op: Literal["reset", "step", "render", "close"]
@@ -40,7 +40,7 @@ class SessionCall(Message, kw_only=True):
     actions: Tensor | None = None  # step: float32 [n, D], all executed unless the episode ends
 
 
-class Observation(Message, kw_only=True):
+class Observation(Message, frozen=True, kw_only=True):
     """What the policy sees at a chunk boundary."""
 
     images: dict[str, Image]
@@ -48,12 +48,12 @@ class Observation(Message, kw_only=True):
     instruction: str
 
 
-class SessionReply(Message, kw_only=True):
+class SessionReply(Message, frozen=True, kw_only=True):
     """Answer to a call; the arrays cover the executed actions of a step."""
 
     observation: Observation | None = None  # after reset and step; the final one is kept for the truncation bootstrap
-    rewards: list[float] = field(default_factory=list)
-    successes: list[bool] = field(default_factory=list)
+    rewards: list[float] = []
+    successes: list[bool] = []
     terminated: bool = False
     truncated: bool = False
     end: EndReason = "running"
@@ -62,7 +62,7 @@ class SessionReply(Message, kw_only=True):
     device_s: float = 0.0  # simulator seconds this call took
 
 
-class PrepareOrder(Message, kw_only=True):
+class PrepareOrder(Message, frozen=True, kw_only=True):
     """Make a job's dataset ready: record it from the scripted expert, or open it; then report frames and statistics."""
 
     tenant: Name
@@ -72,7 +72,7 @@ class PrepareOrder(Message, kw_only=True):
     expert: ExpertSpec | None = None  # unset: the dataset must exist
 
 
-class FeedOrder(Message, kw_only=True):
+class FeedOrder(Message, frozen=True, kw_only=True):
     """Put SFT batches [first, last) of a job on the Training Queue, each drawn deterministically from the seed."""
 
     tenant: Name

@@ -4,7 +4,7 @@ from schemas.base import Count, Message, PolicyId
 from schemas.job import EnvironmentSpec, EvaluationSpec
 
 
-class Score(Message, kw_only=True):
+class Score(Message, frozen=True, kw_only=True):
     """Success of one pinned policy version under one protocol."""
 
     policy: PolicyId

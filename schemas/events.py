@@ -2,8 +2,6 @@
 
 from typing import Literal
 
-from msgspec import field
-
 from schemas.base import Message, Name
 from schemas.evaluation import Score
 
@@ -25,7 +23,7 @@ EventType = Literal[
 ]
 
 
-class Event(Message, kw_only=True):
+class Event(Message, frozen=True, kw_only=True):
     """One thing that happened. `data` holds numbers and short strings for people and dashboards."""
 
     type: EventType
@@ -34,5 +32,5 @@ class Event(Message, kw_only=True):
     time: str  # RFC 3339
     message: str = ""  # one sentence for a person
     submission: str = ""  # message id of the submission it answers
-    data: dict[str, str | int | float | bool | None] = field(default_factory=dict)
+    data: dict[str, str | int | float | bool | None] = {}
     score: Score | None = None

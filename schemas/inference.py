@@ -4,7 +4,7 @@ from schemas.base import Message, Name, PolicyId, Seed, Tensor
 from schemas.environment import Observation
 
 
-class InferenceRequest(Message, kw_only=True):
+class InferenceRequest(Message, frozen=True, kw_only=True):
     """Ask one policy version for an action chunk. The asker's inbox travels in the `Nexus-Reply-To` header."""
 
     id: str  # the same request asked again may be answered twice; the answers are equal
@@ -16,7 +16,7 @@ class InferenceRequest(Message, kw_only=True):
     deadline: float = 0.0  # unix seconds after which nobody waits for the answer; 0: none
 
 
-class InferenceReply(Message, kw_only=True):
+class InferenceReply(Message, frozen=True, kw_only=True):
     """The answer, naming the version that made it. Either `actions` or `error` is set."""
 
     id: str

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from msgspec import Meta, field
+from msgspec import Meta
 
 from schemas.base import Document, Message, Name, PolicyRef, Positive, Seconds, Seed
 
@@ -13,25 +13,25 @@ Fraction = Annotated[float, Meta(ge=0, le=1)]
 MAX_HORIZON = 64
 
 
-class HeadSpec(Document, kw_only=True):
+class HeadSpec(Document, frozen=True, kw_only=True):
     """The tenant's private action module on the shared backbone."""
 
     type: str = "oft"  # a name of the head catalogue; checked by the master so that the refusal lists what exists
     horizon: Annotated[int, Meta(ge=1, le=MAX_HORIZON)] = 8  # T: actions per chunk
-    options: dict[str, Scalar] = field(default_factory=dict)  # e.g. hidden, layers, heads: see `nexus catalog`
+    options: dict[str, Scalar] = {}  # e.g. hidden, layers, heads: see `nexus catalog`
 
 
-class EnvironmentSpec(Document, kw_only=True):
+class EnvironmentSpec(Document, frozen=True, kw_only=True):
     """Which simulator, and how it is shown to the policy."""
 
     id: str  # a name of the environment catalogue
     task: str  # a task of that environment, e.g. "touch"
-    options: dict[str, Scalar] = field(default_factory=dict)  # adapter options, e.g. blocks=1
+    options: dict[str, Scalar] = {}  # adapter options, e.g. blocks=1
     execute: Annotated[int, Meta(ge=1, le=MAX_HORIZON)] | None = None  # actions of a chunk that are executed; all if unset
     image_encoding: Literal["png", "jpeg", "raw"] = "png"
 
 
-class ExpertSpec(Document, kw_only=True):
+class ExpertSpec(Document, frozen=True, kw_only=True):
     """Record demonstrations from the environment's scripted expert before training."""
 
     episodes: Positive = 50
@@ -39,14 +39,14 @@ class ExpertSpec(Document, kw_only=True):
     noise: Fraction = 0.0  # std of Gaussian noise on executed actions; the recorded labels stay the expert's
 
 
-class DataSpec(Document, kw_only=True):
+class DataSpec(Document, frozen=True, kw_only=True):
     """Where SFT reads from: a LeRobot dataset of this tenant, or one recorded from an expert first."""
 
     dataset: str | None = None  # a directory below the tenant's data root
     expert: ExpertSpec | None = None
 
 
-class Sft(Document, kw_only=True, tag="sft", tag_field="name"):
+class Sft(Document, frozen=True, kw_only=True, tag="sft", tag_field="name"):
     """Supervised fine-tuning: one gradient step per batch."""
 
     learning_rate: Rate = 1e-3
@@ -59,8 +59,8 @@ class Sft(Document, kw_only=True, tag="sft", tag_field="name"):
     publish_every: Positive = 100  # steps between policy versions
 
 
-class Ppo(Document, kw_only=True, tag="ppo", tag_field="name"):
-    """Proximal policy optimisation, Gaussian around the `oft` head. Defaults: specs of the field, see learning/algorithms/ppo.py."""
+class Ppo(Document, frozen=True, kw_only=True, tag="ppo", tag_field="name"):
+    """Proximal policy optimisation, Gaussian around the `oft` head. Defaults: see learning/algorithms/ppo.py."""
 
     learning_rate: Rate = 3e-4
     value_learning_rate: Rate = 1e-3
@@ -82,14 +82,14 @@ class Ppo(Document, kw_only=True, tag="ppo", tag_field="name"):
     staleness: Annotated[int, Meta(ge=0, le=8)] = 1  # policy versions that producers may lag behind
 
 
-class Budget(Document, kw_only=True):
+class Budget(Document, frozen=True, kw_only=True):
     """Where a job stops, whatever its algorithm still wants."""
 
     wall_s: Seconds | None = None
     device_s: Seconds | None = None
 
 
-class EvaluationSpec(Document, kw_only=True):
+class EvaluationSpec(Document, frozen=True, kw_only=True):
     """The protocol of a score; it is stored with every score it produced."""
 
     episodes: Positive = 60
@@ -99,7 +99,7 @@ class EvaluationSpec(Document, kw_only=True):
     success: Literal["any_step", "last_step"] = "any_step"
 
 
-class JobSpec(Document, kw_only=True):
+class JobSpec(Document, frozen=True, kw_only=True):
     """One job. The tenant is not in it: the bus knows who sent it."""
 
     kind: Literal["sft", "rl", "eval"]
@@ -116,7 +116,7 @@ class JobSpec(Document, kw_only=True):
     seed: Seed = 0
 
 
-class JobCancel(Message, kw_only=True):
+class JobCancel(Message, frozen=True, kw_only=True):
     """Stop a job; its last committed policy version stays."""
 
     job: Name

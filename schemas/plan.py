@@ -2,8 +2,6 @@
 
 from typing import Literal
 
-from msgspec import field
-
 from schemas.base import Count, Message, Name, Positive, Seconds
 from schemas.job import JobSpec
 from schemas.policy import ActionSpec, ObservationSpec, Statistics
@@ -14,7 +12,7 @@ Phase = Literal[
 TERMINAL: frozenset[str] = frozenset({"completed", "failed", "cancelled"})
 
 
-class Plan(Message, kw_only=True):
+class Plan(Message, frozen=True, kw_only=True):
     """What the master decided before anything runs."""
 
     tenant: Name
@@ -28,11 +26,11 @@ class Plan(Message, kw_only=True):
     execute: Positive  # actions executed per chunk
     instructions: list[str]  # examples of what the policy will be told
     batches: Count  # SFT batches or RL updates
-    estimates: dict[str, float] = field(default_factory=dict)  # environment_steps, inference_requests, records, device_s …
-    notes: list[str] = field(default_factory=list)
+    estimates: dict[str, float] = {}  # environment_steps, inference_requests, records, device_s …
+    notes: list[str] = []
 
 
-class JobState(Message, kw_only=True):
+class JobState(Message, frozen=True, kw_only=True):
     """A job as the registry holds it; only the master writes it."""
 
     plan: Plan
@@ -50,11 +48,11 @@ class JobState(Message, kw_only=True):
     done: Count = 0  # work units known to be finished in this phase
     version: int = -1  # newest published policy version; -1 before the first
     init: str = ""  # resolved version that training starts from
-    scores: dict[str, float] = field(default_factory=dict)  # success_before, success_after …
-    finished_episodes: list[int] = field(default_factory=list)  # evaluation trials already counted in this phase
+    scores: dict[str, float] = {}  # success_before, success_after …
+    finished_episodes: list[int] = []  # evaluation trials already counted in this phase
     successes: Count = 0
     summed_return: float = 0.0
     summed_length: Count = 0
-    metrics: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, float] = {}
     deadline: Seconds | None = None  # unix time at which the wall budget ends
     closed: bool = False  # consumers and queued work are gone, and the ending was announced

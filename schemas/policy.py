@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from msgspec import Meta, field
+from msgspec import Meta
 
 from schemas.base import BlobRef, Count, Message, Name, PolicyId, Positive, Seed
 from schemas.job import HeadSpec
@@ -10,7 +10,7 @@ from schemas.job import HeadSpec
 NormMode = Literal["identity", "mean_std", "min_max", "quantile"]
 
 
-class Statistics(Message, kw_only=True):
+class Statistics(Message, frozen=True, kw_only=True):
     """Per-dimension statistics of one key, computed over all frames."""
 
     min: list[float]
@@ -22,7 +22,7 @@ class Statistics(Message, kw_only=True):
     count: Count
 
 
-class Normalizer(Message, kw_only=True):
+class Normalizer(Message, frozen=True, kw_only=True):
     """How raw numbers become the head's numbers and back. `statistics` is required unless the mode is identity."""
 
     mode: NormMode = "identity"
@@ -30,7 +30,7 @@ class Normalizer(Message, kw_only=True):
     mask: list[bool] | None = None  # False leaves a dimension (a gripper) as it is
 
 
-class ActionSpec(Message, kw_only=True):
+class ActionSpec(Message, frozen=True, kw_only=True):
     """What the environment takes: `[T, size]` float32."""
 
     size: Positive
@@ -40,14 +40,14 @@ class ActionSpec(Message, kw_only=True):
     rotation: Literal["none", "axis_angle", "euler_xyz", "quaternion"] = "none"
 
 
-class ObservationSpec(Message, kw_only=True):
+class ObservationSpec(Message, frozen=True, kw_only=True):
     """What the environment gives: named HWC uint8 cameras and a float32 state."""
 
     cameras: dict[str, tuple[Positive, Positive, Literal[3]]]
     state_size: Annotated[int, Meta(ge=0, le=4096)]
 
 
-class PolicyContract(Message, kw_only=True):
+class PolicyContract(Message, frozen=True, kw_only=True):
     """Everything that must fit before a policy may act. Stored with every version, compared before the first forward."""
 
     backbone: str
@@ -65,7 +65,7 @@ class PolicyContract(Message, kw_only=True):
     statistics_hash: str = ""  # sha256 of both normalizers, so that a swap is seen
 
 
-class PolicyVersion(Message, kw_only=True):
+class PolicyVersion(Message, frozen=True, kw_only=True):
     """One immutable version of a policy, as the registry holds it."""
 
     id: PolicyId
@@ -79,11 +79,11 @@ class PolicyVersion(Message, kw_only=True):
     step: Count = 0  # gradient steps since the job began
     records: Count = 0  # records learned so far
     seed: Seed = 0
-    metrics: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, float] = {}
     trace: str = ""  # traceparent of the step that made it
 
 
-class TrainingState(Message, kw_only=True):
+class TrainingState(Message, frozen=True, kw_only=True):
     """Where a trainer resumes: committed by compare-and-set together with what it has learned so far."""
 
     tenant: Name
@@ -98,4 +98,4 @@ class TrainingState(Message, kw_only=True):
     lag_sum: float = 0.0  # summed staleness in versions over records; mean lag = lag_sum / records
     group_sum: float = 0.0  # tenants in the group, summed over the grouped steps this job took part in
     groups: Count = 0
-    metrics: dict[str, float] = field(default_factory=dict)  # of the last step
+    metrics: dict[str, float] = {}  # of the last step

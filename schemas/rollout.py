@@ -8,7 +8,7 @@ from schemas.job import EnvironmentSpec
 from schemas.policy import ActionSpec, ObservationSpec
 
 
-class RolloutOrder(Message, kw_only=True):
+class RolloutOrder(Message, frozen=True, kw_only=True):
     """Play one episode. The version is pinned, so that the same order gives the same episode whenever it is repeated."""
 
     tenant: Name
@@ -28,7 +28,7 @@ class RolloutOrder(Message, kw_only=True):
     success: Literal["any_step", "last_step"] = "any_step"
 
 
-class RolloutStep(Message, kw_only=True):
+class RolloutStep(Message, frozen=True, kw_only=True):
     """One decision: what the policy saw, what it answered, and what came of the executed part of the chunk."""
 
     observation: Observation
@@ -41,7 +41,7 @@ class RolloutStep(Message, kw_only=True):
     feature_id: str  # of the feature the answer was computed from
 
 
-class RolloutRecord(Message, kw_only=True):
+class RolloutRecord(Message, frozen=True, kw_only=True):
     """One training episode, the unit of the Training Queue for RL."""
 
     id: str  # <job>/<batch>/<index>: the same episode has the same id whoever plays it
@@ -65,7 +65,7 @@ class RolloutRecord(Message, kw_only=True):
     environment: str = ""  # simulator and version
 
 
-class EpisodeResult(Message, kw_only=True):
+class EpisodeResult(Message, frozen=True, kw_only=True):
     """What the master needs of an episode, for scores and pacing. Rollout → master."""
 
     job: Name

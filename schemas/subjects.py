@@ -53,6 +53,7 @@ def _row(name: str, pattern: str, message: type, **kw: object) -> SubjectEntry:
     return SubjectEntry(name=name, pattern=pattern, message=message, **kw)  # type: ignore[arg-type]  # kw are the Struct's own fields
 
 
+# fmt: off
 TABLE: tuple[SubjectEntry, ...] = (
     _row("job.submit", "job.submit.{tenant}", job.JobSpec, stream="JOBS", producer="tenant", consumer="master",
          summary="A job document."),
@@ -60,8 +61,8 @@ TABLE: tuple[SubjectEntry, ...] = (
          summary="Stop a job."),
     _row("job.report", "job.report.{tenant}.{job}", control.JobReport, stream="JOBS", producer="any worker", consumer="master",
          summary="Progress of a job, on the master's own work queue."),
-    _row("rollout.run", "rollout.run.{tenant}.{job}", rollout.RolloutOrder, stream="ROLLOUT", producer="master", consumer="rollout",
-         summary="Play one episode."),
+    _row("rollout.run", "rollout.run.{tenant}.{job}", rollout.RolloutOrder, stream="ROLLOUT", producer="master",
+         consumer="rollout", summary="Play one episode."),
     _row("env.prepare", "env.prepare.{tenant}.{job}", environment.PrepareOrder, stream="ROLLOUT", producer="master",
          consumer="environment", summary="Record or open a job's dataset, and report its statistics."),
     _row("env.feed", "env.feed.{tenant}.{job}", environment.FeedOrder, stream="ROLLOUT", producer="master",
@@ -95,6 +96,7 @@ TABLE: tuple[SubjectEntry, ...] = (
     _row("host.order", "host.order.{host}", control.ProcessOrder, reply=control.Ack, delivery="request", producer="health, cli",
          consumer="host", summary="Restart or stop a supervised process."),
 )
+# fmt: on
 
 BY_NAME: dict[str, SubjectEntry] = {row.name: row for row in TABLE}
 BY_TYPE: dict[str, SubjectEntry] = {row.type: row for row in TABLE}

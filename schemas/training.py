@@ -4,7 +4,7 @@ from schemas.base import Count, Message, Name, Tensor
 from schemas.environment import Observation
 
 
-class TrainingSample(Message, kw_only=True):
+class TrainingSample(Message, frozen=True, kw_only=True):
     """One supervised sample: an observation, and the chunk of raw actions that follows it."""
 
     observation: Observation
@@ -12,7 +12,7 @@ class TrainingSample(Message, kw_only=True):
     action_is_pad: Tensor  # bool [T]: past the end of the episode
 
 
-class TrainingBatch(Message, kw_only=True):
+class TrainingBatch(Message, frozen=True, kw_only=True):
     """SFT batch number `batch` of a job. Drawn from the seed, so the same number always holds the same samples."""
 
     id: str  # <job>/<batch>

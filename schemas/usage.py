@@ -5,7 +5,7 @@ from typing import Literal
 from schemas.base import Count, Message, Name
 
 
-class Usage(Message, kw_only=True):
+class Usage(Message, frozen=True, kw_only=True):
     """Resources one job used on one worker since its last record. The message id makes a repeated record harmless."""
 
     tenant: Name
@@ -14,13 +14,13 @@ class Usage(Message, kw_only=True):
     kind: Literal["inference", "training", "environment"]
     device_s: float = 0.0
     requests: Count = 0
-    group_sum: Count = 0  # group sizes summed over requests or grouped steps; mean group size = group_sum / (requests + records)
+    group_sum: Count = 0  # group sizes summed; mean group size = group_sum / (requests + records)
     records: Count = 0
     steps: Count = 0  # environment or gradient steps
     time: str
 
 
-class Audit(Message, kw_only=True):
+class Audit(Message, frozen=True, kw_only=True):
     """One decision on behalf of a tenant."""
 
     tenant: Name

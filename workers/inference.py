@@ -12,6 +12,7 @@ import uuid
 from collections.abc import Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nexus_bus import registry, telemetry, worker
@@ -79,7 +80,8 @@ class Inference:
             from nexus_bus.models.slots import PolicySlots
 
             self.backbone = Backbone.load(settings.base, device=settings.device, profile=settings.profile)
-            self.cache = FeatureCache(settings.cache_dir, settings.cache_memory_bytes, settings.cache_disk_bytes)
+            directory = Path(settings.cache_dir) if settings.cache_dir else None
+            self.cache = FeatureCache(directory, settings.cache_memory_bytes, settings.cache_disk_bytes)
             self.slots = PolicySlots(settings.slots)
 
         await asyncio.get_running_loop().run_in_executor(self.compute, work)
@@ -88,7 +90,7 @@ class Inference:
     async def tenants(self) -> None:
         """Serve each tenant's own consumer, from the moment the tenant exists."""
         seen: set[str] = set()
-        async for key, entry in self.kv.watch("tenant."):
+        async for key, entry in self.kv.watch("tenant.", dict):
             tenant = registry.tenant_of(key)
             if entry is None or tenant in seen:
                 continue
@@ -292,10 +294,13 @@ async def main(context: Context) -> None:
     await inference.load()
     background = [asyncio.create_task(inference.tenants()), asyncio.create_task(inference.usage())]
     context.pulse.state = "running"
+    serving = asyncio.create_task(inference.serve())
     try:
-        await inference.serve()
+        done, _ = await asyncio.wait({serving, *background}, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:  # a background task that ended by itself failed: end the process, the health manager starts it anew
+            task.result()
     finally:
-        for task in background:
+        for task in (serving, *background):
             task.cancel()
         await inference.rounds.stop()
         await inference.flush()

@@ -9,6 +9,7 @@ Killed  records are acknowledged only after the state that learned them is commi
 import asyncio
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nexus_bus import registry, telemetry, worker
@@ -55,7 +56,8 @@ class Trainer:
             from nexus_bus.models.cache import FeatureCache
 
             self.backbone = Backbone.load(settings.base, device=settings.device, profile=settings.profile)
-            cache = FeatureCache(settings.cache_dir, settings.cache_memory_bytes, settings.cache_disk_bytes)
+            directory = Path(settings.cache_dir) if settings.cache_dir else None
+            cache = FeatureCache(directory, settings.cache_memory_bytes, settings.cache_disk_bytes)
             self.group = GroupTrainer(self.backbone, cache)
 
         await asyncio.get_running_loop().run_in_executor(self.compute, work)

@@ -8,7 +8,7 @@ from nexus_bus.bus.publish import Published
 from nexus_bus.bus.pull import Puller
 from nexus_bus.bus.request import Incoming, Service
 from nexus_bus.bus.rounds import Rounds
-from nexus_bus.bus.server import EmbeddedServer, Running
+from nexus_bus.bus.server import EmbeddedServer, Running, die_with_parent
 from nexus_bus.bus.tail import Item
 from nexus_bus.bus.topology import (
     Durable,
@@ -40,6 +40,7 @@ __all__ = [
     "Running",
     "Service",
     "Subscription",
+    "die_with_parent",
     "ensure_job",
     "ensure_tenant",
     "ensure_topology",

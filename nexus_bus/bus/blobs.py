@@ -42,8 +42,8 @@ class _Info(msgspec.Struct, omit_defaults=True):
     digest: str = ""
     mtime: str = ""
     deleted: bool = False
-    headers: dict[str, list[str]] = msgspec.field(default_factory=dict)
-    options: dict[str, Any] = msgspec.field(default_factory=dict)
+    headers: dict[str, list[str]] = {}
+    options: dict[str, Any] = {}
 
 
 class Blobs:

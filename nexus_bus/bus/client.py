@@ -3,6 +3,9 @@
 Reproduced with nats-py 2.16.0; each guard has its test in tests/bus/test_faults.py.
 """
 
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# The client's own attributes are half typed.
+
 import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any

@@ -264,7 +264,7 @@ class Bus:
         on_dead: OnDead | None = None,
         grace: float = 6.0,
     ) -> None:
-        """THE loop, see consume.py. `on_bad` hears of messages that do not decode, `on_dead` of every one given up."""
+        """THE loop, see consume.py. `on_bad` hears of messages that do not decode, `on_dead` of others given up."""
         await Loop(self, durable, handler, stop, on_bad, on_dead).run(concurrency, grace)
 
     def hold(self, deliveries: Iterable[Delivery]) -> Hold:

@@ -87,7 +87,7 @@ class Loop:
             except BadMessage as error:
                 if self.on_bad is not None:
                     await self.on_bad(delivery, error)
-                await self.answer(delivery, Reject(str(error)))
+                await delivery.reject(str(error))
                 return
             try:
                 outcome = await self.decide(delivery)

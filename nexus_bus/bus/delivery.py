@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from nexus_bus.bus.connection import Bus
 
 ACK_S = 15.0  # an acknowledgement is repeated for this long: a restarting server is back by then
+ANSWER_S = 1.0
 
 
 class Delivery:
@@ -98,17 +99,20 @@ class Delivery:
         """Acknowledge, and wait until the server knows it.
 
         Raises:
-            Unavailable: the server did not say so in time; the message may come again.
+            Unavailable: the server did not say so in time, or forgot in a crash that it had delivered this; it will come again.
         """
-        ends = time.monotonic() + ACK_S
-        while True:
+        ends, unanswered = time.monotonic() + ACK_S, 0
+        while unanswered < 2 and time.monotonic() < ends:
             try:
-                await self._bus.client.request(self._msg.reply, b"+ACK", timeout=2.0)
+                await self._bus.client.request(self._msg.reply, b"+ACK", timeout=ANSWER_S)
                 break
-            except (NatsError, TimeoutError) as error:
-                if time.monotonic() > ends:
-                    raise Unavailable(f"acknowledgement of {self.msg_id} not confirmed: {error!r}") from error
-                await asyncio.sleep(0.05)  # no consumer yet behind a server that just came back
+            except (NatsError, TimeoutError):
+                # A repeated acknowledgement is met with silence. A work queue has dropped what was acknowledged: look there.
+                if not await self._stored():
+                    break
+                unanswered += 1
+        else:
+            raise Unavailable(f"acknowledgement of {self.msg_id} not confirmed; it will be delivered again")
         self.settled = True
         if self._ref is not None and self.row.delivery == "work":
             self._bus.spawn(self._bus.payloads.discard(self._ref))
@@ -128,6 +132,10 @@ class Delivery:
         await bury(self._bus, self, reason)
         self.settled = True
         await self._answer(b"+TERM")
+
+    async def _stored(self) -> bool:
+        answer = await self._bus.ask(f"$JS.API.STREAM.MSG.GET.{self.stream}", b'{"seq": %d}' % self.seq)
+        return b'"err_code":10037' not in answer.data  # no message found
 
     async def _answer(self, answer: bytes) -> None:
         """An answer that does not reach the server only means a redelivery; the connection comes back by itself."""

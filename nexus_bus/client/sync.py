@@ -51,9 +51,9 @@ class Client:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
-    def submit(self, document: Document, *, wait: bool = False, key: str | None = None) -> Submission:
+    def submit(self, document: Document, *, wait: bool = False, submission: str | None = None) -> Submission:
         """Send a job."""
-        return self._wait(self._client.submit(document, wait=wait, key=key))
+        return self._wait(self._client.submit(document, wait=wait, submission=submission))
 
     def evaluate(
         self,
@@ -78,6 +78,10 @@ class Client:
     def job(self, name: str) -> JobState | None:
         """One job."""
         return self._wait(self._client.job(name))
+
+    def wait(self, job: str) -> JobState:
+        """Wait until a job has ended."""
+        return self._wait(self._client.wait(job))
 
     def watch(self, job: str) -> Iterator[Event]:
         """A job's events until it has ended."""

@@ -156,6 +156,7 @@ class Tabletop:
         before = self._potential() if self._dense else 0.0
         self._data.ctrl[:] = np.clip(self._data.ctrl + action * self._speed, _LOW, _HIGH)
         mujoco.mj_step(self._model, self._data, nstep=SUBSTEPS)
+        mujoco.mj_fwdPosition(self._model, self._data)  # a step leaves bodies and contacts one substep behind
         self._previous = np.array(action)
         success = self._success()
         shaped = self._potential() - before if self._dense else 0.0
@@ -190,18 +191,16 @@ class Tabletop:
         """See Simulator. Raises BadMessage for a state of another scene."""
         try:
             saved = msgspec.msgpack.decode(state, type=_Saved)
-        except msgspec.MsgspecError as error:
+            physics = np.frombuffer(saved.physics).copy()
+        except (msgspec.MsgspecError, ValueError) as error:
             raise BadMessage(f"state: not a saved tabletop: {error}") from error
-        physics = np.frombuffer(saved.physics)
         fits = physics.size == mujoco.mj_stateSize(self._model, _FULL) and 0 <= saved.target < len(self._colours)
         if not fits or saved.ending not in ENDINGS[self._task] or not np.isfinite(physics).all():
             raise BadMessage("state: saved from a tabletop with another task or number of blocks")
         mujoco.mj_setState(self._model, self._data, physics, _FULL)
+        mujoco.mj_fwdPosition(self._model, self._data)
         self._target, self._ending = saved.target, saved.ending
         self._origin, self._previous = np.array(saved.origin), np.array(saved.previous)
-        # Positions of bodies and contacts are derived: recompute them, then put back the warm start that this overwrote.
-        mujoco.mj_forward(self._model, self._data)
-        mujoco.mj_setState(self._model, self._data, physics, _FULL)
 
     def close(self) -> None:
         """See Simulator."""

@@ -40,8 +40,14 @@ def act_group(backbone: Backbone, cache: FeatureCache | None, asked: Sequence[As
     for i, ask in enumerate(asked):
         by_layers.setdefault(ask.slot.module.needs.layers, []).append(i)
     for layers, rows in by_layers.items():
-        features, _ = encode_cached(backbone, [asked[i].prompt for i in rows], cache, layers)
-        for i, feature in zip(rows, features, strict=True):
+        ids: dict[int, str] = {}
+        for i in rows:  # a prompt that cannot be read drops out before the group forms
+            try:
+                ids[i] = backbone.ids([asked[i].prompt], layers)[0]
+            except NexusError as error:
+                answers[i] = Answer(error=error)
+        features, _ = encode_cached(backbone, [asked[i].prompt for i in ids], cache, layers, list(ids.values()))
+        for i, feature in zip(ids, features, strict=True):
             ask = asked[i]
             try:
                 answers[i] = Answer(feature.feature_id, ask.slot.act(feature, ask.state, greedy=ask.greedy, seed=ask.seed))

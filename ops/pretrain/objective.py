@@ -9,12 +9,15 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import nn
 from torch.nn import functional as F
 from transformers import PreTrainedTokenizerFast, Qwen3VLForConditionalGeneration
 
+from ops.pretrain.language import COLOURS
 from ops.pretrain.questions import NUMBERS, Batch, Questioner, patches
 from ops.pretrain.vocabulary import BY_NAME, QUERY_TOKENS
 
+HELPER = 0.5  # weight of the helper's loss
 SPREAD = 0.8  # standard deviation of a target, in bins
 
 
@@ -23,6 +26,7 @@ class Terms:
     """The parts of one step's loss, and how far decoded places are off."""
 
     loss: torch.Tensor
+    helper: float
     query: float
     answer: float
     target_cm: float  # mean distance of the decoded object from the true one, on the table
@@ -30,16 +34,22 @@ class Terms:
 
 
 class Objective:
-    """Holds what stays the same from step to step: token spans, positions and the mask."""
+    """Holds what stays the same from step to step: token spans, positions, the mask, and the helper.
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, questioner: Questioner) -> None:
+    The helper is a linear layer on the picture tokens that says which colours (and the tip) each one covers, and where. It
+    gives the vision tower a direct signal, without which the language model takes long to find out that pictures matter. It
+    is thrown away after training.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, questioner: Questioner, width: int) -> None:
+        self.helper = nn.Linear(width, (len(COLOURS) + 1) * 3)
         self.spans = group_spans(tokenizer)
         self._questioner = questioner
         self._positions = questioner.positions()
         self._mask = questioner.mask()
 
-    def hidden(self, model: Qwen3VLForConditionalGeneration, batch: Batch) -> torch.Tensor:
-        """Last hidden states [pictures * length, hidden] of a batch of branched prompts."""
+    def hidden(self, model: Qwen3VLForConditionalGeneration, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Last hidden states [pictures * length, hidden] of a batch of branched prompts, and its picture tokens."""
         inner = model.model
         count = len(batch.images)
         side = batch.images.shape[1] // inner.config.vision_config.patch_size
@@ -54,11 +64,11 @@ class Objective:
             position_ids=self._positions.expand(-1, count, -1),
             use_cache=False,
         ).last_hidden_state
-        return states.flatten(0, 1)
+        return states.flatten(0, 1), seen
 
     def __call__(self, model: Qwen3VLForConditionalGeneration, batch: Batch) -> Terms:
         """Score one batch."""
-        hidden = self.hidden(model, batch)
+        hidden, seen = self.hidden(model, batch)
         logits = model.lm_head(hidden[batch.query_at.flatten()])
         query, parts = torch.zeros(()), {}
         for name, span in self.spans.items():
@@ -78,7 +88,16 @@ class Objective:
             parts[name] = float(loss.detach())
         query = query / sum(BY_NAME[name].weight for name in self.spans)
         answer = F.cross_entropy(model.lm_head(hidden[batch.answer_at]), batch.answers)
-        return Terms(query + 0.25 * answer, float(query.detach()), float(answer.detach()), self._off(logits, batch), parts)
+        helper = self._cells(seen, batch)
+        total = query + 0.25 * answer + HELPER * helper
+        return Terms(total, float(helper.detach()), float(query.detach()), float(answer.detach()), self._off(logits, batch), parts)
+
+    def _cells(self, seen: torch.Tensor, batch: Batch) -> torch.Tensor:
+        said = self.helper(seen).view_as(batch.cells)
+        present = batch.cells[..., 0]
+        found = F.binary_cross_entropy_with_logits(said[..., 0], present, pos_weight=torch.tensor(3.0))
+        place = (said[..., 1:] - batch.cells[..., 1:]).abs().sum(-1) * present
+        return found + place.sum() / present.sum()
 
     def _off(self, logits: torch.Tensor, batch: Batch) -> float:
         with torch.no_grad():

@@ -51,8 +51,8 @@ def train(settings: Settings) -> None:
     pool = open_pool(settings.work / f"pool-{settings.seed}", settings.seed, settings.pictures, os.cpu_count() or 1)
     print(f"{len(pool)} pictures")
     questioner = Questioner(tokenizer, settings.branches)
-    objective = Objective(tokenizer, questioner)
-    optimizer = torch.optim.AdamW(_groups(model), lr=settings.rate, betas=(0.9, 0.98), fused=True)
+    objective = Objective(tokenizer, questioner, model.config.text_config.hidden_size)
+    optimizer = torch.optim.AdamW([*_groups(model), {"params": list(objective.helper.parameters())}], lr=settings.rate, betas=(0.9, 0.98), fused=True)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, settings.rate, settings.steps, pct_start=0.08)
     state = settings.work / f"state-{settings.seed}.safetensors"
     first = _resume(model, optimizer, schedule, state)
@@ -60,7 +60,7 @@ def train(settings: Settings) -> None:
     log = HERE / "log.jsonl"
     if not first:
         log.write_text("")
-    window: list[tuple[float, float, float, float]] = []
+    window: list[tuple[float, ...]] = []
     started = time.perf_counter()
     for step in range(first, settings.steps):
         rng = np.random.default_rng((settings.seed, 1, step))  # of the step alone, so a resumed run draws the same
@@ -71,12 +71,12 @@ def train(settings: Settings) -> None:
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()
-        window.append((terms.query, terms.answer, terms.target_cm, float(norm)))
+        window.append((terms.helper, terms.query, terms.answer, terms.target_cm, float(norm)))
         done = step + 1
         if done % 50 == 0:
             mean = np.mean(window, axis=0).round(4).tolist()
             window.clear()
-            line = dict(zip(("query", "answer", "target_cm", "grad_norm"), mean, strict=True))
+            line = dict(zip(("helper", "query", "answer", "target_cm", "grad_norm"), mean, strict=True))
             line = {"step": done, **line, "rate": schedule.get_last_lr()[0], "seconds": round(time.perf_counter() - started)}
             line["groups"] = {name: round(value, 3) for name, value in terms.group_loss.items()}
             with log.open("a") as file:

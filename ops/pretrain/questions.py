@@ -37,6 +37,7 @@ class Batch:
     acts: torch.Tensor  # [queries]
     answer_at: torch.Tensor  # [answers], positions that predict
     answers: torch.Tensor  # [answers], the token that follows
+    cells: torch.Tensor  # [pictures, IMAGE_TOKENS, len(COLOURS) + 1, 3]: is that colour (or the tip) in this cell, and where
 
 
 class Questioner:
@@ -110,7 +111,21 @@ class Questioner:
         return Batch(
             pool.take(indices), torch.from_numpy(ids), torch.tensor([list(at) for at in query_at]), np.array(numbers),
             torch.tensor(acts), torch.tensor(answer_at, dtype=torch.long), torch.tensor(answers, dtype=torch.long),
+            cells(pool, indices),
         )  # fmt: skip
+
+
+def cells(pool: Pool, indices: NDArray[np.int64]) -> torch.Tensor:
+    """What each picture token covers: per colour, and last for the tip, (present, u, v), u and v from -1 to 1 in the cell."""
+    side = int(IMAGE_TOKENS**0.5)
+    table = np.zeros((len(indices), IMAGE_TOKENS, len(COLOURS) + 1, 3), np.float32)
+    scenes = {name: pool.scenes[name][indices] for name in ("count", "colour", "uv", "tip_uv")}
+    for row, count in enumerate(scenes["count"]):
+        seen = [*zip(scenes["colour"][row][:count], scenes["uv"][row], strict=False), (len(COLOURS), scenes["tip_uv"][row])]
+        for kind, uv in seen:
+            at = np.clip((uv * side).astype(int), 0, side - 1)
+            table[row, at[1] * side + at[0], kind] = (1, *((uv * side - at) * 2 - 1))
+    return torch.from_numpy(table)
 
 
 def patches(images: NDArray[np.uint8]) -> torch.Tensor:

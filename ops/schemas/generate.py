@@ -8,6 +8,7 @@ Sources: JSON Schema 2020-12 (json-schema.org/draft/2020-12), AsyncAPI 3.0.0 (as
 
 import argparse
 import ast
+import functools
 import importlib
 import inspect
 import io
@@ -23,7 +24,7 @@ import yaml
 
 import schemas
 from schemas import SCHEMA_VERSION
-from schemas.base import NAME_PATTERN
+from schemas.base import END, NAME_PATTERN
 from schemas.subjects import TABLE, SubjectEntry
 
 OUT = Path(schemas.__file__).parent / "generated"
@@ -48,6 +49,7 @@ HEADERS: dict[str, tuple[str, str]] = {
 REQUIRED_HEADERS = ["Content-Type"]  # what a sender in another language must set; the rest it should
 
 
+@functools.cache
 def families() -> dict[str, ModuleType]:
     """The modules of `schemas` that define messages, by name."""
     names = sorted(module.name for module in pkgutil.iter_modules(schemas.__path__) if not module.ispkg)
@@ -134,7 +136,7 @@ def _channel(row: SubjectEntry) -> Document:
         "x-nexus-delivery": row.delivery,
     }
     if row.tokens:
-        channel["parameters"] = {token: {"description": f"A name: {NAME_PATTERN}, or `_`."} for token in row.tokens}
+        channel["parameters"] = {token: {"description": f"A name: {_published(NAME_PATTERN)}, or `_`."} for token in row.tokens}
     if row.stream:
         channel["x-nexus-stream"] = row.stream
     return channel
@@ -180,6 +182,7 @@ def _headers() -> Document:
 def _components(kinds: list[type[msgspec.Struct]] | list[type], template: str) -> Document:
     """Schemas of the kinds and of everything below them, by name, each field with its comment as description."""
     _, found = msgspec.json.schema_components(kinds, ref_template=template)
+    found = _published(found)
     comments = {kind.__name__: _comments(module)[kind.__name__] for module in families().values() for kind in structs(module)}
     for name, schema in found.items():
         for key, value in schema.get("properties", {}).items():
@@ -189,6 +192,16 @@ def _components(kinds: list[type[msgspec.Struct]] | list[type], template: str) -
     return dict(sorted(found.items()))
 
 
+def _published(node: Any) -> Any:
+    """A schema with patterns as other languages know them."""
+    if isinstance(node, str):
+        return node.replace(END, "$")
+    if isinstance(node, dict):
+        return {key: _published(value) for key, value in node.items()}
+    return [_published(value) for value in node] if isinstance(node, list) else node
+
+
+@functools.cache
 def _comments(module: ModuleType) -> dict[str, dict[str, str]]:
     """Trailing comments of the fields, by class and field."""
     source = inspect.getsource(module)

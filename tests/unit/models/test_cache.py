@@ -67,7 +67,7 @@ def test_processes_share_a_directory_while_it_overflows(tmp_path: Path):
     code = (
         "import sys, torch; from pathlib import Path\n"
         "from nexus_bus.models.cache import FeatureCache; assert 'transformers' not in sys.modules\n"
-        " from nexus_bus.models.features import VLAFeature\n"
+        "from nexus_bus.models.features import VLAFeature\n"
         "cache = FeatureCache(Path(sys.argv[1]), memory_bytes=0, disk_bytes=30_000)\n"
         "for i in range(120):\n"
         "    cache.put(VLAFeature(f'{i:04x}', torch.full((10, 16), float(i)), torch.zeros(10, dtype=torch.uint8), (6, 10)))\n"

@@ -19,7 +19,7 @@ from nexus_bus.models.checkpoint import (
     weights_bytes,
 )
 from nexus_bus.models.contract import build_contract
-from nexus_bus.models.features import VLAFeature
+from nexus_bus.models.features import FeatureBatch, VLAFeature
 from nexus_bus.models.slots import PolicySlot, PolicySlots, Slot, build_module
 from schemas.job import HeadSpec
 from schemas.policy import ActionSpec, ObservationSpec, PolicyContract
@@ -52,8 +52,6 @@ def slot(head: str = "oft") -> Slot:
 
 
 def train(held: Slot, steps: int) -> list[float]:
-    from nexus_bus.models.features import FeatureBatch
-
     losses: list[float] = []
     for _ in range(steps):
         batch = FeatureBatch.collate([feature(held.step * 10 + i, 36 + i) for i in range(4)])
@@ -63,7 +61,7 @@ def train(held: Slot, steps: int) -> list[float]:
         loss.backward()
         held.optimizer.step()
         held.step += 1
-        losses.append(float(loss))
+        losses.append(float(loss.detach()))
     return losses
 
 

@@ -1,0 +1,170 @@
+"""`nexus plan`, `submit`, `eval`, `jobs`, `cancel`: a tenant's jobs."""
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from nexus_bus.cli.options import asynchronous, bus_options, connect, console, json_option, print_json
+from nexus_bus.errors import BadJob, NexusError
+
+document_argument = click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
+wait_option = click.option("--wait", is_flag=True, help="Return when the job has ended; exit code 1 if it did not complete.")
+
+
+@click.command("plan")
+@document_argument
+@bus_options
+@json_option
+@asynchronous
+async def plan_command(file: Path, url: str, tenant: str, as_json: bool) -> None:
+    """Compile a job document and print the plan. Nothing is sent; a server is asked only about the policy that `init` names."""
+    from nexus_bus.documents import job_spec
+    from nexus_bus.plan import compile_plan
+
+    spec = job_spec(file)
+    init, note = None, ""
+    if spec.init is not None:
+        try:
+            async with connect(url, tenant) as client:
+                init = await client.policy(spec.init)
+        except NexusError as error:
+            note = f"init was not looked up, so whether it fits is known only when the job is sent: {error}"
+    plan = compile_plan(spec, tenant, init)
+    if as_json:
+        print_json(plan)
+        return
+    from nexus_bus.cli.show import plan_view
+
+    out = console()
+    out.print(plan_view(plan))
+    if note:
+        out.print(f"note: {note}", style="yellow", soft_wrap=True)
+
+
+@click.command("submit")
+@document_argument
+@bus_options
+@wait_option
+@json_option
+@asynchronous
+async def submit_command(file: Path, url: str, tenant: str, wait: bool, as_json: bool) -> int:
+    """Send a job document (TOML, YAML or JSON) and print the master's answer."""
+    from nexus_bus.documents import job_spec
+
+    spec = job_spec(file)
+    async with connect(url, tenant) as client:
+        return await _answer(client, await client.submit(spec), wait, as_json)
+
+
+async def _answer(client: Any, submission: Any, wait: bool, as_json: bool) -> int:
+    if wait:
+        state = await client.wait(submission.job)
+        if as_json:
+            print_json(state)
+        else:
+            scores = ", ".join(f"{name} {value:g}" for name, value in state.scores.items())
+            click.echo(" ".join(filter(None, (f"{submission.job} {state.phase}", state.reason, scores and f"({scores})"))))
+        return 0 if state.phase == "completed" else 1
+    if as_json:
+        print_json({"job": submission.job, "submission": submission.id, "message": submission.message})
+    else:
+        click.echo(f"{submission.job}: {submission.message}")
+        click.echo(f"`nexus watch {submission.job}` follows it", err=True)
+    return 0
+
+
+@click.command("eval")
+@click.argument("file", type=click.Path(dir_okay=False, path_type=Path), required=False)
+@click.option("--policy", metavar="JOB@N", help="The version; `@latest` is the newest.")
+@click.option("--env", "environment", metavar="ID:TASK", help="Environment and task.  [default: those the job trained in]")
+@click.option("--option", "options", multiple=True, metavar="KEY=VALUE", help="Environment option, with --env.")
+@click.option("--episodes", type=click.IntRange(1), default=60, show_default=True)
+@click.option("--seed", type=click.IntRange(0), default=10_000, show_default=True, help="Trial i runs with seed + i.")
+@click.option("--name", help="Name of the evaluation job.  [default: from policy and protocol]")
+@bus_options
+@wait_option
+@json_option
+@asynchronous
+async def eval_command(
+    file: Path | None,
+    policy: str | None,
+    environment: str | None,
+    options: tuple[str, ...],
+    url: str,
+    tenant: str,
+    wait: bool,
+    as_json: bool,
+    **protocol: Any,
+) -> int:
+    """Evaluate one policy version on fixed seeds: with --policy, or as an eval document in FILE."""
+    if (file is None) == (policy is None):
+        raise click.UsageError("give either --policy JOB@N or an eval document, e.g. `nexus eval --policy pick@3`")
+    async with connect(url, tenant) as client:
+        if file is not None:
+            from nexus_bus.documents import job_spec
+
+            spec = job_spec(file)
+            if spec.kind != "eval":
+                raise BadJob(f"kind: {file} is a {spec.kind} job; `nexus submit` sends those")
+            return await _answer(client, await client.submit(spec), wait, as_json)
+        name = protocol.pop("name")
+        where = await _environment(client, policy or "", environment, options)
+        from schemas.job import EvaluationSpec
+
+        submission = await client.evaluate(policy, where, evaluation=EvaluationSpec(**protocol), name=name)
+        return await _answer(client, submission, wait, as_json)
+
+
+async def _environment(client: Any, policy: str, environment: str | None, options: tuple[str, ...]) -> Any:
+    """The environment asked for, or the one the policy's job trained in."""
+    import msgspec
+
+    from schemas.job import EnvironmentSpec
+
+    if environment is None:
+        if options:
+            raise click.UsageError("--option needs --env")
+        state = await client.job(policy.partition("@")[0])
+        if state is None or state.plan.spec.environment is None:
+            raise BadJob(f"environment: the job of {policy!r} names none; give --env ID:TASK (`nexus catalog` lists them)")
+        return state.plan.spec.environment
+    name, _, task = environment.partition(":")
+    pairs = dict(option.partition("=")[::2] for option in options)
+    return EnvironmentSpec(id=name, task=task, options={key: _scalar(value, msgspec) for key, value in pairs.items()})
+
+
+def _scalar(text: str, msgspec: Any) -> str | int | float | bool:
+    try:
+        value = msgspec.json.decode(text)
+    except msgspec.DecodeError:
+        return text
+    return value if isinstance(value, int | float | bool) else text
+
+
+@click.command("jobs")
+@bus_options
+@json_option
+@asynchronous
+async def jobs_command(url: str, tenant: str, as_json: bool) -> None:
+    """List jobs, oldest first."""
+    async with connect(url, tenant) as client:
+        states = await client.jobs()
+    if as_json:
+        print_json(states)
+        return
+    from nexus_bus.cli.show import jobs_table
+
+    console().print(jobs_table(states) if states else f"{tenant} has no jobs; `nexus submit FILE` sends one")
+
+
+@click.command("cancel")
+@click.argument("job")
+@click.option("--reason", default="", help="A sentence for the record.")
+@bus_options
+@asynchronous
+async def cancel_command(job: str, reason: str, url: str, tenant: str) -> None:
+    """Stop a job. Its newest policy version stays."""
+    async with connect(url, tenant) as client:
+        await client.cancel(job, reason)
+    click.echo(f"{job}: cancellation sent")

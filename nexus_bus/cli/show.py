@@ -1,0 +1,132 @@
+"""Plans, jobs and policies as people read them."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from schemas.plan import JobState, Plan
+from schemas.policy import PolicyVersion
+
+STYLES = {"completed": "green", "failed": "red", "cancelled": "yellow", "waiting": "dim"}
+
+
+def listing(*columns: str, right: Iterable[str] = ()) -> Table:
+    """A table without a frame, fit for a terminal and for `grep`."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in columns:
+        table.add_column(column, justify="right" if column in right else "left", overflow="fold")
+    return table
+
+
+def plan_view(plan: Plan) -> RenderableType:
+    """What `nexus plan` prints: who does what, with which sizes, and what it may cost."""
+    spec = plan.spec
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    rows: list[tuple[str, str]] = [
+        ("job", f"{plan.tenant}/{spec.name}, {spec.kind}"),
+        ("phases", " → ".join(plan.phases)),
+        ("roles", ", ".join(plan.roles)),
+        ("base", f"{spec.base}, tier {spec.tier}"),
+    ]
+    if spec.init:
+        rows.append(("init", spec.init))
+    if spec.head is not None:
+        rows.append(("head", f"{spec.head.type}, horizon {spec.head.horizon}, executes {plan.execute}{_options(spec.head.options)}"))
+    if spec.environment is not None:
+        env = spec.environment
+        rows.append(("environment", f"{env.id}, task {env.task}, at most {plan.max_steps} steps{_options(env.options)}"))
+    if spec.data is not None:
+        rows.append(("data", _brief(spec.data)))
+    cameras = ", ".join(f"{name} {height}×{width}" for name, (height, width, _) in plan.observation.cameras.items())
+    rows += [
+        ("sees", f"{cameras or 'no camera'}; state of {plan.observation.state_size}"),
+        ("does", f"{plan.action.size} actions in {min(plan.action.low):g} … {max(plan.action.high):g}"),
+        ("told", "; ".join(plan.instructions[:4]) + (" …" if len(plan.instructions) > 4 else "")),
+    ]
+    if spec.algorithm is not None:
+        rows.append(("algorithm", _brief(spec.algorithm)))
+    if spec.evaluation is not None:
+        rows.append(("evaluation", _brief(spec.evaluation)))
+    if spec.budget.wall_s or spec.budget.device_s:
+        rows.append(("budget", _brief(spec.budget)))
+    rows += [(f"→ {purpose}", subject) for purpose, subject in plan.subjects.items()]
+    rows.append(("estimate", ", ".join(f"{name.replace('_', ' ')} {value:,.10g}" for name, value in plan.estimates.items())))
+    for name, value in rows:
+        table.add_row(name, Text(value))
+    return Group(table, *(Text(f"note: {note}", style="yellow") for note in plan.notes))
+
+
+def _brief(value: Any) -> str:
+    """Fields of a Struct in one line, defaults included, unset ones left out."""
+    flat = msgspec.to_builtins(msgspec.structs.asdict(value))
+    return ", ".join(f"{key} {_value(item)}" for key, item in flat.items() if item is not None)
+
+
+def _value(item: Any) -> str:
+    if isinstance(item, dict):
+        return "(" + ", ".join(f"{key} {value}" for key, value in item.items()) + ")"
+    return f"{item:g}" if isinstance(item, float) else str(item)
+
+
+def _options(options: dict[str, Any]) -> str:
+    return "".join(f", {key} {value}" for key, value in options.items())
+
+
+def success(state: JobState) -> str:
+    """Scores so far, as `before → after`."""
+    parts: list[str] = []
+    for when in ("before", "after"):
+        if (rate := state.scores.get(f"success_{when}")) is not None:
+            low, high = state.scores.get(f"low_{when}", 0.0), state.scores.get(f"high_{when}", 1.0)
+            parts.append(f"{rate:.2f} [{low:.2f}, {high:.2f}]")
+    return " → ".join(parts)
+
+
+def jobs_table(states: Iterable[JobState]) -> Table:
+    """One line per job."""
+    table = listing("job", "kind", "phase", "done", "version", "success", "submitted", "reason", right=("done", "version"))
+    for state in states:
+        spec = state.plan.spec
+        done = f"{state.done}/{units(state)}" if state.phase == "training" or "evaluating" in state.phase else ""
+        table.add_row(
+            spec.name,
+            spec.kind,
+            Text(state.phase, style=STYLES.get(state.phase, "cyan")),
+            done,
+            str(state.version) if state.version >= 0 else "",
+            success(state),
+            state.submitted[:19],
+            Text(state.reason),
+        )
+    return table
+
+
+def units(state: JobState) -> int:
+    """Units of work of the current phase: episodes of an evaluation, batches or updates of training."""
+    if "evaluating" in state.phase:
+        return state.plan.spec.evaluation.episodes if state.plan.spec.evaluation else 0
+    return state.plan.batches if state.phase == "training" else 1
+
+
+def policies_table(versions: Iterable[PolicyVersion]) -> Table:
+    """One line per version."""
+    table = listing("policy", "parent", "head", "step", "records", "size", "created", "metrics", right=("step", "records", "size"))
+    for version in versions:
+        metrics = ", ".join(f"{name} {value:.3g}" for name, value in list(version.metrics.items())[:4])
+        table.add_row(
+            version.id,
+            version.parent or "",
+            f"{version.contract.head.type} T={version.contract.horizon}",
+            str(version.step),
+            str(version.records),
+            f"{version.weights.size / 1e6:.1f} MB",
+            version.created[:19],
+            metrics,
+        )
+    return table

@@ -1,0 +1,92 @@
+"""What the tests of the bus share: killing the server, messages to send, and counting what a stream holds."""
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from typing import Any
+
+import psutil
+import pytest
+
+from nexus_bus.bus import Bus, Durable, EmbeddedServer
+from nexus_bus.bus.consume import Handler
+from schemas.job import JobCancel
+
+QUEUE = Durable("JOBS", "test", ("job.cancel.*",), ack_wait=1.0, max_deliver=3)
+
+
+class Crash:
+    """What may happen to a server."""
+
+    def __init__(self, server: EmbeddedServer) -> None:
+        """Of this server."""
+        self.server = server
+
+    def kill(self) -> None:
+        """As the kernel would do it."""
+        os.kill(self.server.pid, signal.SIGKILL)
+        self.server.stop()
+
+    def restart(self) -> None:
+        """Again on the same port, with the same data."""
+        self.server.start()
+
+    def freeze(self) -> None:
+        """It holds its connections and says nothing."""
+        process = psutil.Process(self.server.pid)
+        process.suspend()
+        while process.status() != psutil.STATUS_STOPPED:
+            time.sleep(0.001)
+
+    def thaw(self) -> None:
+        """It goes on."""
+        os.kill(self.server.pid, signal.SIGCONT)
+
+
+@pytest.fixture
+def crash(server: EmbeddedServer) -> Iterator[Crash]:
+    """Ways to hurt the server of this test."""
+    crash = Crash(server)
+    yield crash
+    if server.pid:
+        crash.thaw()
+
+
+@pytest.fixture
+def put(bus: Bus) -> Callable[..., Awaitable[None]]:
+    """`await put("a", "b", tenant="acme")` queues cancellations of jobs of these names, for QUEUE."""
+
+    async def put(*jobs: str, tenant: str = "acme") -> None:
+        await asyncio.gather(
+            *(bus.publish("job.cancel", JobCancel(job=job), msg_id=f"{tenant}/{job}", tenant=tenant) for job in jobs)
+        )
+
+    return put
+
+
+@pytest.fixture
+def held(bus: Bus) -> Callable[[str], Awaitable[int]]:
+    """`await held("JOBS")`: messages in a stream."""
+
+    async def held(stream: str) -> int:
+        return int((await bus.js.stream_info(stream)).state.messages)
+
+    return held
+
+
+@pytest.fixture
+async def consuming(bus: Bus) -> AsyncIterator[Callable[..., asyncio.Task[None]]]:
+    """`consuming(handler, …)` runs the loop on QUEUE until the test ends."""
+    stop, tasks = asyncio.Event(), list[asyncio.Task[None]]()
+
+    def start(handler: Handler, durable: Durable = QUEUE, **options: Any) -> asyncio.Task[None]:
+        options.setdefault("stop", stop)
+        task = asyncio.create_task(bus.consume(durable, handler, **options))
+        tasks.append(task)
+        return task
+
+    yield start
+    stop.set()
+    await asyncio.gather(*tasks)

@@ -1,0 +1,70 @@
+"""Shared by all tests: a real server on a port of its own, a connection to it, and waiting for conditions."""
+
+import asyncio
+import inspect
+import logging
+import socket
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import structlog
+
+from nexus_bus.bus import Bus, EmbeddedServer, ensure_topology
+from nexus_bus.envs.rendering import probe
+
+structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
+
+Eventually = Callable[..., Awaitable[Any]]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that draw are skipped, with the package to install, where nothing can draw."""
+    drawing = [item for item in items if item.get_closest_marker("gl")]
+    if drawing and probe().backend is None:
+        for item in drawing:
+            item.add_marker(pytest.mark.skip(reason=probe().advice))
+
+
+def free_port() -> int:
+    """A port nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[EmbeddedServer]:
+    """A nats-server of this test alone."""
+    running = EmbeddedServer(tmp_path / "nats", port=free_port()).start()
+    yield running
+    running.stop()
+
+
+@pytest.fixture
+async def bus(server: EmbeddedServer) -> AsyncIterator[Bus]:
+    """A connection to it, with all streams in place."""
+    connection = await Bus.connect(server.url, name="test")
+    await ensure_topology(connection)
+    yield connection
+    await connection.close()
+
+
+@pytest.fixture
+def eventually() -> Eventually:
+    """`await eventually(condition, within=10)`: the first true value of a condition (plain or async), or a failure."""
+
+    async def wait(condition: Callable[[], Any], within: float = 10.0) -> Any:
+        ends = time.monotonic() + within
+        while True:
+            value = condition()
+            if inspect.isawaitable(value):
+                value = await value
+            if value:
+                return value
+            assert time.monotonic() < ends, f"not within {within} s"
+            await asyncio.sleep(0.02)
+
+    return wait

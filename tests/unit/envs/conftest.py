@@ -1,0 +1,3 @@
+from fake_simulator import fake
+
+__all__ = ["fake"]

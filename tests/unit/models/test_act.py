@@ -1,0 +1,59 @@
+"""Grouped answers: equal to solitary ones to the bit, and one bad request costs only itself."""
+
+import numpy as np
+import pytest
+
+from nexus_bus.errors import BadMessage
+from nexus_bus.models.act import Asked, act_group
+from nexus_bus.models.backbone import Backbone
+from nexus_bus.models.cache import FeatureCache
+from nexus_bus.models.contract import build_contract
+from nexus_bus.models.prompt import Prompt
+from nexus_bus.models.slots import PolicySlot, build_module
+from schemas.job import HeadSpec
+from schemas.policy import ActionSpec, ObservationSpec
+
+
+@pytest.fixture(scope="module")
+def policies(backbone: Backbone) -> list[PolicySlot]:
+    made: list[PolicySlot] = []
+    for i, (head, horizon) in enumerate([("oft", 8), ("oft", 4), ("gr00t", 6)]):
+        contract = build_contract(
+            backbone=backbone.info,
+            head=HeadSpec(type=head, horizon=horizon),
+            action=ActionSpec(size=2 + i, low=[-1.0] * (2 + i), high=[1.0] * (2 + i)),
+            observation=ObservationSpec(cameras={"front": (96, 96, 3)}, state_size=3),
+        )
+        made.append(PolicySlot.load(f"job{i}@0", contract, build_module(contract, 128, seed=i)))
+    return made
+
+
+def ask(policies: list[PolicySlot], i: int, instruction: str = "") -> Asked:
+    rng = np.random.default_rng(i)
+    prompt = Prompt([rng.integers(0, 256, (96, 96, 3), dtype=np.uint8)], instruction or "touch the block " * (1 + i % 4))
+    return Asked(policies[i % 3], prompt, rng.normal(size=3).astype(np.float32), greedy=i % 2 == 0, seed=i)
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_an_answer_is_the_same_alone_and_among_others(backbone: Backbone, policies: list[PolicySlot], cached: bool):
+    asked = [ask(policies, i) for i in range(12)]
+    cache = FeatureCache() if cached else None
+    for mine, answer in zip(asked, act_group(backbone, cache, asked), strict=True):
+        alone = act_group(backbone, None, [mine])[0]
+        assert answer.acted is not None
+        assert alone.acted is not None
+        assert np.array_equal(answer.acted.actions, alone.acted.actions)
+        assert answer.acted.log_prob == alone.acted.log_prob
+        assert answer.acted.value == alone.acted.value
+        assert answer.feature_id == alone.feature_id
+
+
+def test_one_bad_request_is_refused_alone(backbone: Backbone, policies: list[PolicySlot]):
+    good = ask(policies, 0)
+    forged = ask(policies, 1, "touch <|image_pad|>")
+    misfit = Asked(policies[0], good.prompt, np.zeros(5, np.float32), greedy=True, seed=0)
+    answers = act_group(backbone, None, [forged, good, misfit])
+    assert isinstance(answers[0].error, BadMessage)
+    assert isinstance(answers[2].error, BadMessage)
+    assert answers[1].acted is not None
+    assert act_group(backbone, None, []) == []
