@@ -4,6 +4,7 @@ The master runs it when a job comes, `nexus plan` before one is sent.
 """
 
 from dataclasses import dataclass
+from pathlib import PurePosixPath
 
 import msgspec
 
@@ -34,17 +35,20 @@ def compile_plan(spec: JobSpec, tenant: str, init: PolicyVersion | JobSpec | Non
     """Check a job and decide how it runs.
 
     Args:
-        init: what `spec.init` names: a version that exists, or the spec of the job that will make it. None when planning offline.
+        init: what `spec.init` names: a version that exists, or the spec of the job that will make it; None when offline.
 
     Raises:
         BadJob, NotFound: the job asks for something that does not exist or does not fit; the text begins with the field.
     """
     _check_kind(spec)
+    _check_limits(spec)
     backbone = describe_backbone(spec.base)
+    _check_base(spec, backbone, init)
     head = _head(spec, init)
     environment = describe(spec.environment) if spec.environment is not None else None
     _check_environment(spec, environment, head, backbone)
     action, observation = _spaces(spec, environment, init)
+    notes = _notes(spec, init)
     spec = msgspec.structs.replace(spec, head=head, algorithm=_algorithm(spec), evaluation=_evaluation(spec))
     parts = _Parts(spec, head, environment, action, observation)
     execute = (spec.environment.execute if spec.environment else None) or head.horizon
@@ -63,7 +67,7 @@ def compile_plan(spec: JobSpec, tenant: str, init: PolicyVersion | JobSpec | Non
         instructions=environment.instructions if environment else [],
         batches=batches,
         estimates=_estimates(parts, execute, batches),
-        notes=_notes(spec, init),
+        notes=notes,
     )
 
 
@@ -72,7 +76,7 @@ def _check_kind(spec: JobSpec) -> None:
         raise BadJob("tier: 'lora' is not served yet; use 'frozen'")
     if spec.kind == "eval":
         if spec.init is None:
-            raise BadJob("init: an eval job names the policy version it evaluates, e.g. init = \"pick@3\"")
+            raise BadJob('init: an eval job names the policy version it evaluates, e.g. init = "pick@3"')
         if spec.algorithm is not None or spec.data is not None:
             raise BadJob("algorithm: an eval job learns nothing; leave out algorithm and data")
     elif spec.kind == "sft":
@@ -89,13 +93,36 @@ def _check_kind(spec: JobSpec) -> None:
         raise BadJob(f"environment: {spec.kind} with what it asks for needs one; `nexus catalog` lists them")
 
 
+def _check_limits(spec: JobSpec) -> None:
+    if spec.budget.device_s is not None:
+        raise BadJob("budget.device_s: not served yet; use budget.wall_s")
+    if spec.budget.wall_s is not None and spec.budget.wall_s < 1:
+        raise BadJob(f"budget.wall_s: {spec.budget.wall_s:g} s leave no time to run")
+    dataset = PurePosixPath((spec.data.dataset if spec.data else None) or "_")
+    if dataset.is_absolute() or ".." in dataset.parts:
+        raise BadJob(f"data.dataset: {str(dataset)!r} is not a directory below your data root")
+    if isinstance(spec.algorithm, Sft) and spec.algorithm.warmup_steps > spec.algorithm.steps:
+        raise BadJob(f"algorithm.warmup_steps: {spec.algorithm.warmup_steps} of {spec.algorithm.steps} steps")
+
+
+def _check_base(spec: JobSpec, backbone: BackboneInfo, init: PolicyVersion | JobSpec | None) -> None:
+    if isinstance(init, JobSpec) and init.base != spec.base:
+        raise BadJob(f"base: {spec.init} is trained on {init.base!r}, this job asks for {spec.base!r}")
+    if isinstance(init, PolicyVersion) and init.contract.backbone_fingerprint != backbone.fingerprint:
+        raise BadJob(
+            f"base: {spec.init} was trained on {init.contract.backbone!r}, not on what {spec.base!r} is now"
+        )
+
+
 def _head(spec: JobSpec, init: PolicyVersion | JobSpec | None) -> HeadSpec:
     inherited = init.contract.head if isinstance(init, PolicyVersion) else init.head if init is not None else None
     if spec.head is None:
         return check_head(inherited or HeadSpec())
     head = check_head(spec.head)
     if inherited is not None and head != check_head(inherited):
-        raise BadJob(f"head: {spec.init} has the head {inherited.type} with horizon {inherited.horizon}; leave `head` out to inherit it")
+        raise BadJob(
+            f"head: {spec.init} has the head {inherited.type} with horizon {inherited.horizon}; leave `head` out to inherit it"
+        )
     return head
 
 
@@ -111,7 +138,9 @@ def _check_environment(spec: JobSpec, environment: EnvDescription | None, head: 
     if spec.tier not in HEADS[head.type].tiers:
         raise BadJob(f"tier: {head.type!r} needs {' or '.join(HEADS[head.type].tiers)}")
     if spec.data is not None and spec.data.expert is not None and environment is not None and not environment.expert:
-        raise BadJob(f"data.expert: {spec.environment.id if spec.environment else ''} has no scripted expert; give data.dataset")
+        raise BadJob(
+            f"data.expert: {spec.environment.id if spec.environment else ''} has no scripted expert; give data.dataset"
+        )
 
 
 def _spaces(
@@ -131,6 +160,9 @@ def _spaces(
         return action, observation
     for field, has, met in (
         ("action.size", had_action.size, action.size),
+        ("action bounds", (had_action.low, had_action.high), (action.low, action.high)),
+        ("action.gripper", had_action.gripper, action.gripper),
+        ("action.rotation", had_action.rotation, action.rotation),
         ("observation.state_size", had_seen.state_size, observation.state_size),
         ("observation.cameras", dict(had_seen.cameras), dict(observation.cameras)),
     ):
@@ -206,13 +238,19 @@ def _estimates(parts: _Parts, execute: int, batches: int) -> dict[str, float]:
     limit = environment.max_steps if environment else 0
     episodes = 0
     if spec.evaluation is not None:
-        episodes += spec.evaluation.episodes * (int(spec.evaluation.before and spec.kind != "eval") + int(spec.evaluation.after))
+        episodes += spec.evaluation.episodes * (
+            int(spec.evaluation.before and spec.kind != "eval") + int(spec.evaluation.after)
+        )
+    steps = episodes * limit
+    if spec.data is not None and spec.data.expert is not None:
+        steps += spec.data.expert.episodes * limit
     learning = 0.0
     records = 0
     match spec.algorithm:
         case Ppo() as ppo:
             records = batches * ppo.episodes_per_update
             episodes += records
+            steps += records * limit
             learning = records * (limit / execute) * ppo.epochs * PPO_CHUNK_S
         case Sft():
             records = batches
@@ -222,7 +260,7 @@ def _estimates(parts: _Parts, execute: int, batches: int) -> dict[str, float]:
     requests = episodes * limit / execute
     return {
         "episodes": episodes,
-        "environment_steps": float(episodes * limit),
+        "environment_steps": steps,  # at most: episodes may end before their limit
         "inference_requests": round(requests),
         "records": records,
         "device_s": round(requests * FORWARD_S + learning, 1),
@@ -235,8 +273,8 @@ def _notes(spec: JobSpec, init: PolicyVersion | JobSpec | None) -> list[str]:
         notes.append("starts from random weights: with a sparse reward it may never see a success; consider `init`")
     if spec.init is not None and isinstance(init, JobSpec):
         notes.append(f"waits for job {init.name!r} to end")
+    if spec.init is not None and init is None and spec.head is None:
+        notes.append(f"head and horizon are those of {spec.init}, which is not known here; the defaults stand in for them")
     if spec.evaluation is None and spec.kind != "eval":
         notes.append("no evaluation: add an [evaluation] table to get success rates with intervals")
     return notes
-
-

@@ -5,6 +5,7 @@ commit point), then report and event, and only then the acknowledgements. Whatev
 """
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Iterator
 from concurrent.futures import Executor
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class Leases:
-    """Slot leases in the KV bucket `leases`. The holder's name is kept over a restart, so it takes its own lease back at once."""
+    """Slot leases in the KV bucket `leases`. A holder keeps its name over a restart, so it takes its own lease back at once."""
 
     def __init__(self, bus: Bus, holder: str, seconds: float) -> None:
         self.kv = bus.kv("leases")
@@ -70,10 +71,9 @@ class Leases:
         held = self.revisions.pop((tenant, job), None)
         if held is None:
             return
-        try:
-            await self.kv.update(registry.slot_key(tenant, job), msgspec.structs.replace(held[1], holder="", expires=0.0), held[0])
-        except Conflict:
-            pass  # somebody has it already, which is what dropping is for
+        free = msgspec.structs.replace(held[1], holder="", expires=0.0)
+        with contextlib.suppress(Conflict):  # somebody has it already, which is what dropping is for
+            await self.kv.update(registry.slot_key(tenant, job), free, held[0])
 
 
 @dataclass

@@ -57,13 +57,15 @@ class Context:
 Main = Callable[[Context], Awaitable[None]]
 
 
-def run(role: Role, main: Main, *, name: str | None = None, url: str | None = None, flags: Mapping[str, object] | None = None) -> int:
+def run(
+    role: Role, main: Main, *, name: str | None = None, url: str | None = None, flags: Mapping[str, object] | None = None
+) -> int:
     """Run one worker until SIGTERM or SIGINT; the return value is the process's exit code."""
     settings = config.load(role, flags=dict(flags or {}) | ({"url": url} if url else {})).value
     worker = name or f"{role}-{os.getpid()}"
     logs.start(role, worker, settings.log_level)
     try:
-        import uvloop  # noqa: PLC0415 - absent on some platforms; asyncio's own loop serves there
+        import uvloop  # absent on some platforms; asyncio's own loop serves there
     except ImportError:
         return asyncio.run(_serve(role, worker, settings, main))
     return uvloop.run(_serve(role, worker, settings, main))

@@ -1,1 +1,1 @@
-"""One file per role, all of one shape: docstring (what it does, reads, writes, and what a kill leaves), resources, handle, ROLE."""
+"""One file per role, all of one shape: docstring (what it does, reads, writes, what a kill leaves), resources, handle, ROLE."""

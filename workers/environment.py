@@ -7,7 +7,6 @@ Killed  its sessions are gone: whoever held one opens another and plays the epis
 """
 
 import asyncio
-import json
 import sys
 import time
 import uuid
@@ -20,7 +19,7 @@ import msgspec
 import numpy as np
 
 from nexus_bus import worker
-from nexus_bus.bus import Bus, Delivery, Done, Durable, Incoming, Outcome, Reject, Service
+from nexus_bus.bus import Bus, Delivery, Done, Durable, Incoming, Outcome, Service
 from nexus_bus.clock import now
 from nexus_bus.data.reader import Dataset
 from nexus_bus.data.sampler import batch_indices
@@ -176,7 +175,13 @@ class Environment:
         taken, self.usage = self.usage, {}
         for (tenant, job), (seconds, steps) in taken.items():
             entry = Usage(
-                tenant=tenant, job=job, worker=self.context.name, kind="environment", device_s=seconds, steps=int(steps), time=now()
+                tenant=tenant,
+                job=job,
+                worker=self.context.name,
+                kind="environment",
+                device_s=seconds,
+                steps=int(steps),
+                time=now(),
             )
             await self.bus.publish("usage", entry, msg_id=uuid.uuid4().hex, tenant=tenant, job=job)
 
@@ -194,16 +199,16 @@ class Environment:
                 await self.prepare(message)
             else:
                 await self.feed(message)
-        except Refused as error:
-            report = JobReport(job=message.job, kind="failed", reason=str(error))
-            await self.bus.publish(
-                "job.report", report, msg_id=f"{delivery.msg_id}/failed", tenant=message.tenant, job=message.job
-            )
-            return Reject(str(error))
         finally:
             self.context.pulse.busy -= 1
             self.context.pulse.progress += 1
         return Done()
+
+    async def given_up(self, delivery: Delivery, reason: str) -> None:
+        """Data that cannot be had fails its job by name; it would wait for ever."""
+        job = delivery.tokens["job"]
+        report = JobReport(job=job, kind="failed", reason=reason)
+        await self.bus.publish("job.report", report, msg_id=f"{delivery.msg_id}/failed", tenant=delivery.tenant, job=job)
 
     def directory(self, tenant: str, dataset: str) -> Path:
         """The directory of a tenant's dataset. Raises NotFound for a name that leaves the tenant's own root."""
@@ -231,9 +236,9 @@ class Environment:
         )
 
     async def _record(self, order: PrepareOrder, path: Path) -> None:
-        document = json.dumps(
-            {"environment": msgspec.to_builtins(order.environment), "expert": msgspec.to_builtins(order.expert), "root": str(path)}
-        )
+        document = msgspec.json.encode(
+            {"environment": order.environment, "expert": order.expert, "root": str(path)}
+        ).decode()
         # A child, because simulators are native code: if it dies, this worker and its sessions live.
         child = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "nexus_bus.data.record", document,
@@ -253,8 +258,6 @@ class Environment:
 
     async def _dataset(self, path: Path) -> Dataset:
         if path not in self.datasets:
-            if not path.is_dir():
-                raise NotFound(f"data.dataset: no dataset {path.name!r}")
             self.datasets[path] = await asyncio.to_thread(Dataset, path)
         return self.datasets[path]
 
@@ -326,7 +329,9 @@ async def main(context: Context) -> None:
     sweeping = asyncio.create_task(environment.sweep())
     context.pulse.state = "running"
     try:
-        await context.bus.consume(DURABLE, environment.handle, concurrency=context.config.feeds, stop=context.stop)
+        await context.bus.consume(
+            DURABLE, environment.handle, concurrency=context.config.feeds, stop=context.stop, on_dead=environment.given_up
+        )
     except NexusError:
         context.log.exception("the bus went away for good")
         raise

@@ -102,7 +102,7 @@ class Health:
                 seen.state = "given up"
                 await self.context.event(
                     "worker.lost", PROVIDER, key=f"looping/{name}/{seen.pid}",
-                    message=f"{name} ended {len(seen.restarts)} times in {settings.loop_window_s:g} s and is left alone; see its log",
+                    message=f"{name} ended {len(seen.restarts)} times in {settings.loop_window_s:g} s, left alone: read its log",
                 )  # fmt: skip
             return
         seen.ordered = True
@@ -119,7 +119,7 @@ class Health:
             await self.context.bus.request("host.order", order, timeout=10.0, host=seen.host)
         except NexusError as error:
             seen.ordered = False
-            self.context.log.error("the host did not restart a worker", worker=name, host=seen.host, error=str(error))
+            self.context.log.warning("the host did not restart a worker", worker=name, host=seen.host, error=str(error))
 
 
 async def main(context: Context) -> None:

@@ -11,7 +11,7 @@ import time
 import uuid
 from collections.abc import Coroutine
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -236,7 +236,8 @@ class Inference:
             used.device_s += share
             used.requests += 1
             used.group_sum += len(asks)
-        await asyncio.gather(*(ask.delivery.ack() for ask, result in zip(asks, results, strict=True) if result.acted is not None))
+        answered = [ask for ask, result in zip(asks, results, strict=True) if result.acted is not None]
+        await asyncio.gather(*(ask.delivery.ack() for ask in answered))
         self.context.pulse.gauges["group_size"] = len(asks)
 
     async def refuse(self, delivery: Delivery, request: InferenceRequest, error: NexusError) -> None:

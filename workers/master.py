@@ -7,6 +7,7 @@ Killed  at any moment: an order is handed out before the state that counts it is
 """
 
 import asyncio
+import contextlib
 import time
 from typing import Any
 
@@ -174,7 +175,8 @@ class Master:
             if n == "latest" and found is not None:
                 return found.value
         if parent.value.phase in TERMINAL:
-            raise NotFound(f"init: job {job!r} is {parent.value.phase} and has no version {n}; its newest is {parent.value.version}")
+            newest = parent.value.version
+            raise NotFound(f"init: job {job!r} is {parent.value.phase} and has no version {n}; its newest is {newest}")
         return parent.value.plan.spec
 
     async def _resolve(self, tenant: str, init: str) -> str | None:
@@ -231,13 +233,15 @@ class Master:
         trained = await self.kv.get(registry.state_key(tenant, job), TrainingState)
         if trained is not None:
             data["records"] = trained.value.records
+        reason = state.reason or state.phase
         await self.context.event(
-            _ENDING[state.phase], tenant, job=job, key=f"ended/{state.submission}", message=state.reason or state.phase, data=data
+            _ENDING[state.phase], tenant, job=job, key=f"ended/{state.submission}", message=reason, data=data
         )
         await self._audit(tenant, state.phase, job, "ok", state.reason)
-        entry = await self.kv.get(registry.job_key(tenant, job), JobState)
+        key = registry.job_key(tenant, job)
+        entry = await self.kv.get(key, JobState)
         if entry is not None and not entry.value.closed:
-            await self.kv.update(registry.job_key(tenant, job), msgspec.structs.replace(entry.value, closed=True), entry.revision)
+            await self.kv.update(key, msgspec.structs.replace(entry.value, closed=True), entry.revision)
         for key in await self.kv.keys(registry.job_key(tenant, "")):  # what waited for this one
             entry = await self.kv.get(key, JobState)
             if entry is not None and entry.value.phase == "waiting":
@@ -287,10 +291,8 @@ async def main(context: Context) -> None:
 
     async def ticks() -> None:
         while not context.stop.is_set():
-            try:
+            with contextlib.suppress(Conflict):  # another master was faster; the next tick sees what it wrote
                 await master.tick()
-            except Conflict:
-                pass  # another master was faster; the next tick sees what it wrote
             await asyncio.sleep(TICK_S)
 
     ticking = asyncio.create_task(ticks())

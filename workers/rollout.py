@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from nexus_bus import telemetry, worker
-from nexus_bus.bus import Bus, Delivery, Done, Durable, Outcome, Reject, Retry
+from nexus_bus.bus import Bus, Delivery, Done, Durable, Outcome
 from nexus_bus.errors import EnvironmentFault, Refused, Unavailable, from_code
 from nexus_bus.tensors import from_tensor, to_tensor
 from nexus_bus.worker import Context
@@ -63,7 +63,7 @@ class Rollout:
         self.inbox = (await self.bus.inbox("infer.reply", self._answered)).subject
 
     async def handle(self, delivery: Delivery) -> Outcome:
-        """Play one order to its end, and hand on what it gave."""
+        """Play one order to its end, and hand on what it gave. What it raises, the loop turns into another try (consume.py)."""
         order: RolloutOrder = delivery.message
         name = f"{order.job}/{order.purpose}/{order.batch}/{order.index}"
         self.context.pulse.busy += 1
@@ -78,13 +78,6 @@ class Rollout:
                 if order.purpose == "train":
                     await self._hand_on(episode, name, simulator)
                 await self._report(episode, name, simulator, time.monotonic() - started)
-        except (Unavailable, EnvironmentFault) as error:
-            self.context.log.warning("episode is played again", record=name, error=str(error), delivery=delivery.num_delivered)
-            if delivery.num_delivered >= DURABLE.max_deliver:
-                return await self._give_up(delivery, order, error)
-            return Retry(min(8.0, 0.25 * 2**delivery.num_delivered), str(error))
-        except Refused as error:
-            return await self._give_up(delivery, order, error)
         finally:
             self.context.pulse.busy -= 1
         return Done()
@@ -97,8 +90,8 @@ class Rollout:
             while not (reply.terminated or reply.truncated):
                 seen = _observation(reply)
                 answer = await self._infer(order, seen, len(episode.steps))
-                actions = from_tensor(_tensor(answer.actions))[: order.execute]
-                reply = await self._call(order, opened, SessionCall(op="step", actions=to_tensor(np.ascontiguousarray(actions))))
+                actions = np.ascontiguousarray(from_tensor(_tensor(answer.actions))[: order.execute])
+                reply = await self._call(order, opened, SessionCall(op="step", actions=to_tensor(actions)))
                 self._note(episode, seen, answer, reply)
             if reply.truncated and not reply.terminated and order.purpose == "train":
                 final = await self._infer(order, _observation(reply), len(episode.steps))
@@ -227,13 +220,13 @@ class Rollout:
             "job.report", report, msg_id=f"{order.tenant}/{name}/report", tenant=order.tenant, job=order.job
         )
 
-    async def _give_up(self, delivery: Delivery, order: RolloutOrder, error: Exception) -> Outcome:
+    async def given_up(self, delivery: Delivery, reason: str) -> None:
         """An order that cannot be played fails its job by name; a missing episode would leave it waiting for ever."""
-        report = JobReport(job=order.job, kind="failed", reason=f"{order.purpose} episode {order.index}: {error}")
-        await self.bus.publish(
-            "job.report", report, msg_id=f"{delivery.msg_id}/failed", tenant=order.tenant, job=order.job
-        )
-        return Reject(str(error))
+        if delivery.row.name != "rollout.run":
+            return
+        job = delivery.tokens["job"]
+        report = JobReport(job=job, kind="failed", reason=f"an episode could not be played: {reason}")
+        await self.bus.publish("job.report", report, msg_id=f"{delivery.msg_id}/failed", tenant=delivery.tenant, job=job)
 
 
 def _observation(reply: SessionReply) -> Observation:
@@ -253,7 +246,9 @@ async def main(context: Context) -> None:
     rollout = Rollout(context)
     await rollout.open()
     context.pulse.state = "running"
-    await context.bus.consume(DURABLE, rollout.handle, concurrency=context.config.concurrency, stop=context.stop)
+    await context.bus.consume(
+        DURABLE, rollout.handle, concurrency=context.config.concurrency, stop=context.stop, on_dead=rollout.given_up
+    )
 
 
 def run(**options: Any) -> int:

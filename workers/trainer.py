@@ -43,6 +43,7 @@ class Trainer:
         self.seats: dict[str, Seat] = {}
         self.compute = ThreadPoolExecutor(max_workers=1, thread_name_prefix="step")
         self.arrived = asyncio.Event()
+        self.seating = asyncio.Lock()  # watch and tick may both see a job that wants a slot
         self.backbone: Any = None
         self.group: Any = None
 
@@ -76,6 +77,10 @@ class Trainer:
 
     async def reconcile(self, key: str) -> None:
         """Make one job's seat agree with its phase."""
+        async with self.seating:
+            await self._reconcile(key)
+
+    async def _reconcile(self, key: str) -> None:
         state = self.jobs.get(key)
         wanted = state is not None and state.phase in ACTIVE and state.plan.spec.kind != "eval"
         seat = self.seats.get(key)
@@ -88,12 +93,16 @@ class Trainer:
         """Take the lease and make the slot ready; somebody else's lease is left alone."""
         tenant, job = state.plan.tenant, state.plan.spec.name
         lease = await self.leases.take(tenant, job)
-        if lease is None or key in self.seats:
+        if lease is None:
             return
         try:
             seat = await Seat.open(self.context, state, lease, self.backbone, self.compute)
         except Refused as error:
             await self.fail(tenant, job, str(error))
+            await self.leases.drop(tenant, job)
+            return
+        except Conflict as error:
+            self.context.log.warning("slot taken by another while it was made ready", job=job, error=str(error))
             await self.leases.drop(tenant, job)
             return
         self.seats[key] = seat
@@ -145,7 +154,8 @@ class Trainer:
                     await asyncio.wait_for(self.arrived.wait(), 0.25)
                 except TimeoutError:
                     continue
-            await asyncio.sleep(self.context.config.group_wait_ms / 1000)  # T of the group batch: let neighbours complete theirs
+            # T of the group batch: let neighbours complete their batches
+            await asyncio.sleep(self.context.config.group_wait_ms / 1000)
             await self.step([seat for seat in self.seats.values() if seat.ready()])
         for key in list(self.seats):
             await self.commit(self.seats[key], force=True)
@@ -169,7 +179,8 @@ class Trainer:
                 continue  # cancelled, or lost to another trainer, while the step ran
             if outcome.error is not None:
                 self.context.log.error("step failed", tenant=seat.tenant, job=seat.job, exc_info=outcome.error)
-                reason = str(outcome.error) if isinstance(outcome.error, NexusError) else "the step failed; the provider's log has it"
+                known = isinstance(outcome.error, NexusError)
+                reason = str(outcome.error) if known else "the step failed; the provider's log has it"
                 await self.fail(seat.tenant, seat.job, f"batch {seat.learned}: {reason}")
                 await self.release(key)
                 continue
@@ -256,11 +267,13 @@ async def main(context: Context) -> None:
     background = [asyncio.create_task(work()) for work in (trainer.watch, trainer.hold, trainer.tick)]
     context.pulse.state = "running"
     serving = asyncio.create_task(trainer.serve())
-    done, _ = await asyncio.wait({serving, *background}, return_when=asyncio.FIRST_COMPLETED)
-    for task in background:
-        task.cancel()
-    for task in done:  # a background task that ended by itself failed: end the process, the health manager starts it anew
-        task.result()
+    try:
+        done, _ = await asyncio.wait({serving, *background}, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:  # a background task that ended by itself failed: end the process, the health manager starts it anew
+            task.result()
+    finally:
+        for task in (serving, *background):
+            task.cancel()
 
 
 def run(**options: Any) -> int:

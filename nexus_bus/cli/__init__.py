@@ -2,7 +2,6 @@
 
 import importlib
 import sys
-import uuid
 from collections.abc import Sequence
 
 import click
@@ -60,7 +59,7 @@ class _Lazy(click.Group):
 @click.group(cls=_Lazy, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="nexus-bus", prog_name="nexus")
 @click.option("--debug", is_flag=True, help="Show tracebacks.")
-def nexus(debug: bool) -> None:  # noqa: FBT001 - click's calling convention
+def nexus(debug: bool) -> None:
     """Post-train vision-language-action models for many tenants, on shared machines."""
     del debug  # main() looks for it
 
@@ -68,32 +67,34 @@ def nexus(debug: bool) -> None:  # noqa: FBT001 - click's calling convention
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line; the exit code: 0 done, 1 it failed, 2 the request was wrong, 130 interrupted."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    debug = "--debug" in arguments[:1]
     try:
         code = nexus.main(arguments, prog_name="nexus", standalone_mode=False)
-    except click.exceptions.NoArgsIsHelpError as error:
-        error.show()
-        return 0
-    except click.ClickException as error:
-        error.show()
-        return error.exit_code
-    except (click.Abort, KeyboardInterrupt):
-        return 130
-    except BrokenPipeError:
-        sys.stderr.close()  # `nexus jobs | head` is no failure
-        return 0
-    except NexusError as error:
-        if debug:
-            raise
-        _say(str(error))
-        return 2 if isinstance(error, Refused) else 1
     except Exception as error:  # the last frame of the process: a person gets a sentence, --debug the whole
-        if debug:
+        if arguments[:1] == ["--debug"]:
             raise
-        _say(f"internal error {uuid.uuid4().hex[:8]}: {type(error).__name__}: {error} (`nexus --debug …` shows where)")
-        return 1
+        return _failed(error)
+    except KeyboardInterrupt:
+        return 130
     return code if isinstance(code, int) else 0
 
 
-def _say(text: str) -> None:
+def _failed(error: Exception) -> int:
+    """Say it in one sentence; the exit code."""
+    match error:
+        case click.exceptions.NoArgsIsHelpError():
+            error.show()
+            return 0
+        case click.ClickException():
+            error.show()
+            return error.exit_code
+        case click.Abort():
+            return 130
+        case BrokenPipeError():
+            sys.stderr.close()  # `nexus jobs | head` is no failure
+            return 0
+        case NexusError():
+            text = str(error)
+        case _:
+            text = f"internal error: {type(error).__name__}: {error} (`nexus --debug …` shows where)"
     click.echo(f"nexus: {' '.join(text.split())}", err=True)
+    return 2 if isinstance(error, Refused) else 1

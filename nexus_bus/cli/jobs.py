@@ -4,9 +4,10 @@ from pathlib import Path
 from typing import Any
 
 import click
+import msgspec
 
-from nexus_bus.cli.options import asynchronous, bus_options, connect, console, json_option, print_json
-from nexus_bus.errors import BadJob, NexusError
+from nexus_bus.cli.options import asynchronous, bus_options, connect, console, json_option, pairs, print_json
+from nexus_bus.errors import BadJob, NexusError, NotFound
 
 document_argument = click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
 wait_option = click.option("--wait", is_flag=True, help="Return when the job has ended; exit code 1 if it did not complete.")
@@ -27,7 +28,7 @@ async def plan_command(file: Path, url: str, tenant: str, as_json: bool) -> None
     if spec.init is not None:
         try:
             async with connect(url, tenant) as client:
-                init = await client.policy(spec.init)
+                init = await _init(client, spec.init)
         except NexusError as error:
             note = f"init was not looked up, so whether it fits is known only when the job is sent: {error}"
     plan = compile_plan(spec, tenant, init)
@@ -40,6 +41,17 @@ async def plan_command(file: Path, url: str, tenant: str, as_json: bool) -> None
     out.print(plan_view(plan))
     if note:
         out.print(f"note: {note}", style="yellow", soft_wrap=True)
+
+
+async def _init(client: Any, ref: str) -> Any:
+    """The version, or the spec of the job that will make it."""
+    try:
+        return await client.policy(ref)
+    except NotFound:
+        parent = await client.job(ref.partition("@")[0])
+        if parent is None:
+            raise
+        return parent.plan.spec
 
 
 @click.command("submit")
@@ -118,8 +130,6 @@ async def eval_command(
 
 async def _environment(client: Any, policy: str, environment: str | None, options: tuple[str, ...]) -> Any:
     """The environment asked for, or the one the policy's job trained in."""
-    import msgspec
-
     from schemas.job import EnvironmentSpec
 
     if environment is None:
@@ -130,11 +140,10 @@ async def _environment(client: Any, policy: str, environment: str | None, option
             raise BadJob(f"environment: the job of {policy!r} names none; give --env ID:TASK (`nexus catalog` lists them)")
         return state.plan.spec.environment
     name, _, task = environment.partition(":")
-    pairs = dict(option.partition("=")[::2] for option in options)
-    return EnvironmentSpec(id=name, task=task, options={key: _scalar(value, msgspec) for key, value in pairs.items()})
+    return EnvironmentSpec(id=name, task=task, options={key: _scalar(text) for key, text in pairs(options, "--option").items()})
 
 
-def _scalar(text: str, msgspec: Any) -> str | int | float | bool:
+def _scalar(text: str) -> str | int | float | bool:
     try:
         value = msgspec.json.decode(text)
     except msgspec.DecodeError:

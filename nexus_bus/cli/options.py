@@ -3,7 +3,7 @@
 import asyncio
 import functools
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 import click
@@ -68,6 +68,17 @@ class _Connected:
 
     async def __aexit__(self, *_: object) -> None:
         await self._client.close()
+
+
+def pairs(given: Sequence[str], flag: str) -> dict[str, str]:
+    """KEY=VALUE flags as a mapping."""
+    found: dict[str, str] = {}
+    for one in given:
+        key, equals, value = one.partition("=")
+        if not equals:
+            raise click.BadParameter(f"{one!r} is not of the form KEY=VALUE", param_hint=flag)
+        found[key] = value
+    return found
 
 
 def print_json(value: Any) -> None:

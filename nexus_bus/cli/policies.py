@@ -9,7 +9,9 @@ from nexus_bus.cli.options import asynchronous, bus_options, connect, console, j
 
 @click.command("policies")
 @click.argument("job", required=False)
-@click.option("--download", "directory", type=click.Path(file_okay=False, path_type=Path), help="Write one version (JOB@N) here.")
+@click.option(
+    "--download", "directory", type=click.Path(file_okay=False, path_type=Path), help="Write one version (JOB@N) here."
+)
 @bus_options
 @json_option
 @asynchronous

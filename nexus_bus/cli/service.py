@@ -7,11 +7,11 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import click
 
 from nexus_bus import config
+from nexus_bus.cli.options import pairs
 from nexus_bus.errors import Unavailable
 from schemas.control import Role
 
@@ -37,7 +37,7 @@ home_option = click.option(
 @click.option("--environment", type=click.IntRange(0, 64), default=1, show_default=True, help="Environment workers.")
 @click.option("--port", type=click.IntRange(1, 65535), help="Port of the server; chosen once and kept in the home by default.")
 @click.option("--detach", is_flag=True, help="Go to the background once the server answers.")
-def up_command(home: Path, port: int | None, detach: bool, **counts: int) -> None:  # noqa: FBT001 - click's calling convention
+def up_command(home: Path, port: int | None, detach: bool, **counts: int) -> None:
     """Start a server and all workers on this machine. Ctrl-C ends them: workers first, the server last.
 
     More than one worker of a role share its work. `nexus worker ROLE` adds workers from any machine that reaches the server.
@@ -118,11 +118,6 @@ def worker_command(role: str, name: str | None, url: str | None, settings: tuple
     """Join a bus as one worker, until SIGTERM or Ctrl-C."""
     import importlib
 
-    flags: dict[str, Any] = {}
-    for setting in settings:
-        key, equals, value = setting.partition("=")
-        if not equals:
-            raise click.BadParameter(f"{setting!r} is not of the form KEY=VALUE", param_hint="--set")
-        flags[key.replace("-", "_")] = value
+    flags = {key.replace("-", "_"): value for key, value in pairs(settings, "--set").items()}
     # By name: the library does not know its workers.
     return importlib.import_module(f"workers.{role}").run(name=name, url=url, flags=flags)

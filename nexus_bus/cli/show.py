@@ -37,7 +37,9 @@ def plan_view(plan: Plan) -> RenderableType:
     if spec.init:
         rows.append(("init", spec.init))
     if spec.head is not None:
-        rows.append(("head", f"{spec.head.type}, horizon {spec.head.horizon}, executes {plan.execute}{_options(spec.head.options)}"))
+        rows.append(
+            ("head", f"{spec.head.type}, horizon {spec.head.horizon}, executes {plan.execute}{_options(spec.head.options)}")
+        )
     if spec.environment is not None:
         env = spec.environment
         rows.append(("environment", f"{env.id}, task {env.task}, at most {plan.max_steps} steps{_options(env.options)}"))
@@ -62,15 +64,14 @@ def plan_view(plan: Plan) -> RenderableType:
     return Group(table, *(Text(f"note: {note}", style="yellow") for note in plan.notes))
 
 
-def _brief(value: Any) -> str:
+def _brief(value: msgspec.Struct) -> str:
     """Fields of a Struct in one line, defaults included, unset ones left out."""
-    flat = msgspec.to_builtins(msgspec.structs.asdict(value))
-    return ", ".join(f"{key} {_value(item)}" for key, item in flat.items() if item is not None)
+    return ", ".join(f"{key} {_value(item)}" for key, item in msgspec.structs.asdict(value).items() if item is not None)
 
 
 def _value(item: Any) -> str:
-    if isinstance(item, dict):
-        return "(" + ", ".join(f"{key} {value}" for key, value in item.items()) + ")"
+    if isinstance(item, msgspec.Struct):
+        return f"({_brief(item)})"
     return f"{item:g}" if isinstance(item, float) else str(item)
 
 
@@ -116,7 +117,9 @@ def units(state: JobState) -> int:
 
 def policies_table(versions: Iterable[PolicyVersion]) -> Table:
     """One line per version."""
-    table = listing("policy", "parent", "head", "step", "records", "size", "created", "metrics", right=("step", "records", "size"))
+    table = listing(
+        "policy", "parent", "head", "step", "records", "size", "created", "metrics", right=("step", "records", "size")
+    )
     for version in versions:
         metrics = ", ".join(f"{name} {value:.3g}" for name, value in list(version.metrics.items())[:4])
         table.add_row(

@@ -84,12 +84,12 @@ class Dataset:
             rows = self._episode_rows()
             self.episodes = [self._episode(row) for row in rows]
             self._table = self._rows(rows)
-        except (OSError, ValueError, KeyError, TypeError, pa.ArrowException) as error:
+            self.cameras = {key.removeprefix(IMAGES): key for key in self.features if key.startswith(IMAGES)}
+            self._check()
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, pa.ArrowException) as error:
             raise BadMessage(
                 f"dataset {self.root.name}: not a whole LeRobot dataset: {type(error).__name__}: {error}"
             ) from error
-        self.cameras = {key.removeprefix(IMAGES): key for key in self.features if key.startswith(IMAGES)}
-        self._check()
         self._begins = [episode.begin for episode in self.episodes]
         self._films: OrderedDict[Path, _Decoder] = OrderedDict()
 
@@ -237,6 +237,8 @@ class _Decoder:
         self._path = path
         self._container = av.open(str(path))
         self._stream = self._container.streams.video[0]
+        if not 0 < self._stream.width * self._stream.height <= MAX_PIXELS:
+            raise BadMessage(f"{path.name}: film of {self._stream.width}x{self._stream.height} pixels")
         self._frames: Iterator[Any] = iter(())
         self._time = float("inf")  # of the last frame decoded
 

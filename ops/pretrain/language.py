@@ -90,7 +90,7 @@ def corpus() -> Iterator[str]:
         yield from (
             f"where is {name}?", f"where is {name} on the table?", f"is there a {name[4:]}?", "yes", "no",
             f"which object is left of {name}?", f"which object is right of {name}?", "which object is closest to the gripper?",
-            f"how many objects are there?", "where is the gripper?", "one two three four five", "user", "assistant", "system",
+            "how many objects are there?", "where is the gripper?", "one two three four five", "user", "assistant", "system",
             f"please {text.format(o=name, p=other)}.", f"Touch {name}.", f"Push {name}.", f"Reach {name}.", f"Move {name}.",
             f"Pick up {name}.", f"Slide {name}.", f"Lift {name}.", "what is closest to the gripper?", f"a {name[4:]}",
         )  # fmt: skip

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import nn
-from torch.nn import functional as F
+from torch.nn import functional
 from transformers import PreTrainedTokenizerFast, Qwen3VLForConditionalGeneration
 
 from ops.pretrain.language import COLOURS
@@ -34,7 +34,7 @@ class Terms:
 
 
 class Objective:
-    """Holds what stays the same from step to step: token spans, positions, the mask, and the helper.
+    """Holds what stays the same from step to step: token spans and the helper.
 
     The helper is a linear layer on the picture tokens that says which colours (and the tip) each one covers, and where. It
     gives the vision tower a direct signal, without which the language model takes long to find out that pictures matter. It
@@ -45,23 +45,18 @@ class Objective:
         self.helper = nn.Linear(width, (len(COLOURS) + 1) * 3)
         self.spans = group_spans(tokenizer)
         self._questioner = questioner
-        self._positions = questioner.positions()
-        self._mask = questioner.mask()
 
     def hidden(self, model: Qwen3VLForConditionalGeneration, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """Last hidden states [pictures * length, hidden] of a batch of branched prompts, and its picture tokens."""
         inner = model.model
-        count = len(batch.images)
-        side = batch.images.shape[1] // inner.config.vision_config.patch_size
-        grids = torch.tensor([[1, side, side]]).expand(count, 3)
-        seen = inner.visual(patches(batch.images), grid_thw=grids).pooler_output.view(count, -1, inner.config.text_config.hidden_size)
+        seen = look(model, batch.images)
         span = self._questioner.image_span
         embedded = inner.language_model.embed_tokens(batch.ids)
         embedded = torch.cat([embedded[:, : span.start], seen, embedded[:, span.stop :]], dim=1)
         states = inner.language_model(
             inputs_embeds=embedded,
-            attention_mask=self._mask.expand(count, -1, -1, -1),
-            position_ids=self._positions.expand(-1, count, -1),
+            attention_mask=batch.mask,
+            position_ids=batch.positions,
             use_cache=False,
         ).last_hidden_state
         return states.flatten(0, 1), seen
@@ -74,29 +69,34 @@ class Objective:
         for name, span in self.spans.items():
             group = BY_NAME[name]
             if name == "act":
-                loss = F.cross_entropy(logits[:, span], batch.acts.repeat_interleave(QUERY_TOKENS))
+                loss = functional.cross_entropy(logits[:, span], batch.acts.repeat_interleave(QUERY_TOKENS))
             elif name == "step":
-                loss = F.cross_entropy(logits[:, span], torch.arange(QUERY_TOKENS).repeat(len(batch.acts)))
+                loss = functional.cross_entropy(logits[:, span], torch.arange(QUERY_TOKENS).repeat(len(batch.acts)))
             else:
                 values = batch.numbers[:, NUMBERS.index(name)]
                 known = np.flatnonzero(~np.isnan(values))
                 wanted = spread(torch.from_numpy(group.encode(values[known])), group.bins).float()
                 scores = logits[:, span].view(len(values), QUERY_TOKENS, -1)[torch.from_numpy(known)]
                 wanted = wanted[:, None].expand_as(scores)
-                loss = F.kl_div(F.log_softmax(scores, -1), wanted, reduction="sum") / max(1, len(known) * QUERY_TOKENS)
+                loss = functional.kl_div(functional.log_softmax(scores, -1), wanted, reduction="sum") / max(
+                    1, len(known) * QUERY_TOKENS
+                )
             query = query + group.weight * loss
             parts[name] = float(loss.detach())
         query = query / sum(BY_NAME[name].weight for name in self.spans)
-        answer = F.cross_entropy(model.lm_head(hidden[batch.answer_at]), batch.answers)
-        helper = self._cells(seen, batch)
+        answer = functional.cross_entropy(model.lm_head(hidden[batch.answer_at]), batch.answers)
+        helper = self.picture_loss(seen, batch.cells)
         total = query + 0.25 * answer + HELPER * helper
-        return Terms(total, float(helper.detach()), float(query.detach()), float(answer.detach()), self._off(logits, batch), parts)
+        return Terms(
+            total, float(helper.detach()), float(query.detach()), float(answer.detach()), self._off(logits, batch), parts
+        )
 
-    def _cells(self, seen: torch.Tensor, batch: Batch) -> torch.Tensor:
-        said = self.helper(seen).view_as(batch.cells)
-        present = batch.cells[..., 0]
-        found = F.binary_cross_entropy_with_logits(said[..., 0], present, pos_weight=torch.tensor(3.0))
-        place = (said[..., 1:] - batch.cells[..., 1:]).abs().sum(-1) * present
+    def picture_loss(self, seen: torch.Tensor, cells: torch.Tensor) -> torch.Tensor:
+        """The helper's loss on picture tokens [n, tokens, hidden]: presence, and place (L1, in half cells)."""
+        said = self.helper(seen).view_as(cells)
+        present = cells[..., 0]
+        found = functional.binary_cross_entropy_with_logits(said[..., 0], present, pos_weight=torch.tensor(3.0))
+        place = (said[..., 1:] - cells[..., 1:]).abs().sum(-1) * present
         return found + place.sum() / present.sum()
 
     def _off(self, logits: torch.Tensor, batch: Batch) -> float:
@@ -107,6 +107,14 @@ class Objective:
                 for name in ("tx", "ty")
             ]
         return float(np.nanmean(np.hypot(*gaps)) * 100)
+
+
+def look(model: Qwen3VLForConditionalGeneration, images: NDArray[np.uint8]) -> torch.Tensor:
+    """Picture tokens [n, tokens, hidden] of pictures [n, H, W, 3]."""
+    config = model.config.vision_config
+    side = images.shape[1] // config.patch_size
+    grids = torch.tensor([[1, side, side]]).expand(len(images), 3)
+    return model.model.visual(patches(images), grid_thw=grids).pooler_output.view(len(images), -1, config.out_hidden_size)
 
 
 def group_spans(tokenizer: PreTrainedTokenizerFast) -> dict[str, slice]:

@@ -1,7 +1,7 @@
 """Pretrain nexus-nano: draw the pool, train, write the checkpoint every so often, then measure and plot.
 
-Reads nothing but this package; writes the checkpoint folder, `log.jsonl`, `curve.png` and, in `--work`, the pool and a resumable
-state. Killed, it goes on from the last state when started again with the same arguments.
+Reads nothing but this package; writes the checkpoint folder, `log.jsonl`, `curve.png` and, in `--work`, the pool and a
+resumable state. Killed, it goes on from the last state when started again with the same arguments.
 """
 
 import argparse
@@ -17,9 +17,9 @@ from safetensors.torch import load_file, save_file
 from transformers import Qwen3VLForConditionalGeneration
 
 from ops.pretrain.checkpoint import build_config, build_model, save_checkpoint
-from ops.pretrain.objective import Objective
-from ops.pretrain.pool import open_pool
-from ops.pretrain.questions import Questioner
+from ops.pretrain.objective import Objective, look
+from ops.pretrain.pool import Pool, open_pool
+from ops.pretrain.questions import Questioner, cells
 from ops.pretrain.tokenizer import build_tokenizer
 
 HERE = Path(__file__).parent
@@ -33,6 +33,7 @@ class Settings:
     work: Path
     seed: int = 0
     steps: int = 7000
+    vision_steps: int = 2500
     pictures: int = 80_000
     batch: int = 24  # pictures a step
     branches: int = 4  # sentences a picture
@@ -52,7 +53,10 @@ def train(settings: Settings) -> None:
     print(f"{len(pool)} pictures")
     questioner = Questioner(tokenizer, settings.branches)
     objective = Objective(tokenizer, questioner, model.config.text_config.hidden_size)
-    optimizer = torch.optim.AdamW([*_groups(model), {"params": list(objective.helper.parameters())}], lr=settings.rate, betas=(0.9, 0.98), fused=True)
+    _teach_vision(settings, model, objective, pool)
+    optimizer = torch.optim.AdamW(
+        [*_groups(model), {"params": list(objective.helper.parameters())}], lr=settings.rate, betas=(0.9, 0.98), fused=True
+    )
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, settings.rate, settings.steps, pct_start=0.08)
     state = settings.work / f"state-{settings.seed}.safetensors"
     first = _resume(model, optimizer, schedule, state)
@@ -85,6 +89,33 @@ def train(settings: Settings) -> None:
         if done % settings.save_every == 0 or done == settings.steps:
             save_checkpoint(model, tokenizer, settings.out, done)
             _keep(model, optimizer, done, state)
+
+
+def _teach_vision(settings: Settings, model: Qwen3VLForConditionalGeneration, objective: Objective, pool: Pool) -> None:
+    """Train the vision tower alone on the helper's loss, so that the language model finds pictures worth looking at."""
+    kept = settings.work / f"vision-{settings.seed}.safetensors"
+    modules = {"visual": model.model.visual, "helper": objective.helper}
+    named = {f"{part}.{name}": p for part, module in modules.items() for name, p in module.named_parameters()}
+    if kept.is_file():
+        for name, tensor in load_file(str(kept)).items():
+            named[name].data.copy_(tensor)
+        return
+    optimizer = torch.optim.AdamW(named.values(), lr=settings.rate, weight_decay=0.01, betas=(0.9, 0.98), fused=True)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, settings.rate, settings.vision_steps, pct_start=0.1)
+    model.train()
+    losses: list[float] = []
+    for step in range(settings.vision_steps):
+        indices = np.random.default_rng((settings.seed, 3, step)).integers(0, len(pool), settings.batch)
+        loss = objective.picture_loss(look(model, pool.take(indices)), cells(pool, indices))
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(named.values(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+        losses.append(loss.item())
+        if (step + 1) % 100 == 0:
+            print(f"vision {step + 1}: {np.mean(losses[-100:]):.3f}", flush=True)
+    save_file({name: p.detach().contiguous() for name, p in named.items()}, str(kept))
 
 
 def _groups(model: Qwen3VLForConditionalGeneration) -> list[dict[str, object]]:
@@ -143,8 +174,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m ops.pretrain", description=__doc__)
     parser.add_argument("--out", type=Path, default=HERE.parents[1] / "nexus_bus" / "models" / "nano")
     parser.add_argument("--work", type=Path, required=True, help="scratch folder: 2.3 GB of pictures, the resumable state")
-    for name in ("seed", "steps", "pictures", "batch", "branches", "threads"):
-        parser.add_argument(f"--{name}", type=int, default=getattr(Settings, name))
+    for name in ("seed", "steps", "vision_steps", "pictures", "batch", "branches", "threads"):
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=getattr(Settings, name))
     parser.add_argument("--rate", type=float, default=Settings.rate)
     arguments = parser.parse_args()
     train(Settings(**vars(arguments)))

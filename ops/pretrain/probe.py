@@ -17,7 +17,7 @@ from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTo
 from ops.pretrain.language import COLOURS
 from ops.pretrain.objective import group_spans, read_out
 from ops.pretrain.pool import paint_many
-from ops.pretrain.questions import facts, instruction
+from ops.pretrain.questions import instruction
 from ops.pretrain.scenes import Style
 from ops.pretrain.vocabulary import QUERY_TOKEN, QUERY_TOKENS
 
@@ -159,7 +159,11 @@ def _probe(frozen: Frozen, features: torch.Tensor, truth: Array) -> dict[str, An
 
 def _centimetres(gap: Array) -> dict[str, float]:
     far = np.linalg.norm(gap, axis=1) * 100
-    return {"mean": round(float(far.mean()), 2), "median": round(float(np.median(far)), 2), "over_5": round(float((far > 5).mean()), 3)}
+    return {
+        "mean": round(float(far.mean()), 2),
+        "median": round(float(np.median(far)), 2),
+        "over_5": round(float((far > 5).mean()), 3),
+    }
 
 
 def _head(features: torch.Tensor, truth: Array) -> dict[str, float]:

@@ -20,7 +20,6 @@ from ops.pretrain.language import COLOURS, GENERIC, NOUNS, SHAPES
 from ops.pretrain.pool import Pool
 from ops.pretrain.vocabulary import ACTS, BEHIND, BY_NAME, DIRECTIONS, GROUPS, QUERY_TOKEN, QUERY_TOKENS
 
-BRANCH = 28  # tokens of the longest sentence with everything behind it
 NUMBERS = tuple(group.name for group in GROUPS if group.name not in ("act", "step"))
 _NUMBER_WORDS = ("one", "two", "three", "four", "five")
 _ACT_ODDS = np.array([30, 9, 9, 9, 9, 6, 5, 2, 2, 4, 2, 5.0])
@@ -31,7 +30,9 @@ class Batch:
     """`pictures` x `branches` sentences. Arrays over query branches are in the order of `query_at`."""
 
     images: NDArray[np.uint8]
-    ids: torch.Tensor  # [pictures, prefix + branches * BRANCH]
+    ids: torch.Tensor  # [pictures, length]
+    positions: torch.Tensor  # [3, pictures, length], rotary: every branch goes on where the picture ends
+    mask: torch.Tensor  # [pictures, 1, length, length], added to attention scores
     query_at: torch.Tensor  # [queries, QUERY_TOKENS], positions in the flattened ids
     numbers: NDArray[np.float64]  # [queries, len(NUMBERS)]; nan where the picture cannot tell
     acts: torch.Tensor  # [queries]
@@ -63,56 +64,75 @@ class Questioner:
         start = self.prefix.index(self._image)
         return slice(start, start + IMAGE_TOKENS)
 
-    def positions(self) -> torch.Tensor:
-        """Rotary positions [3, 1, length]: every branch goes on where the picture ends."""
+    def _head_positions(self) -> NDArray[np.int64]:
+        """Rotary positions [3, prefix] (time, height, width): the picture's tokens form a grid."""
         side = int(IMAGE_TOKENS**0.5)
         start = self.image_span.start
         grid = np.indices((1, side, side)).reshape(3, -1) + start
         head = np.tile(np.arange(start), (3, 1))
         rest = np.tile(start + side + np.arange(len(self.prefix) - self.image_span.stop), (3, 1))
-        first = int(rest.max()) + 1
-        branch = np.tile(first + np.arange(BRANCH), (3, self.branches))
-        return torch.from_numpy(np.concatenate([head, grid, rest, branch], axis=1))[:, None]
-
-    def mask(self) -> torch.Tensor:
-        """What may be seen, added to attention scores [1, 1, length, length]: the past, but not the other branches."""
-        owner = np.concatenate([np.zeros(len(self.prefix)), np.repeat(np.arange(1, self.branches + 1), BRANCH)])
-        place = np.arange(len(owner))
-        seen = (place[:, None] >= place[None]) & ((owner[None] == 0) | (owner[:, None] == owner[None]))
-        return torch.where(torch.from_numpy(seen), 0.0, torch.finfo(torch.float32).min)[None, None]
+        return np.concatenate([head, grid, rest], axis=1)
 
     def batch(self, pool: Pool, indices: NDArray[np.int64], rng: np.random.Generator, questions: float = 0.2) -> Batch:
         """Ask `branches` things about each picture; a share `questions` of them are plain questions."""
-        length = len(self.prefix) + self.branches * BRANCH
-        ids = np.full((len(indices), length), self._pad)
-        ids[:, : len(self.prefix)] = self.prefix
         query_at, numbers, acts, answer_at, answers = [], [], [], [], []
+        rows: list[list[list[int]]] = []
         for row, index in enumerate(indices):
             scene = {name: values[index] for name, values in pool.scenes.items()}
             targets = rng.permutation(int(scene["count"]))
+            rows.append([])
+            end = len(self.prefix)
             for branch in range(self.branches):
-                start = len(self.prefix) + branch * BRANCH
                 target = int(targets[branch % len(targets)])
                 if rng.random() < questions:
                     text, answer = plain_question(scene, target, rng)
-                    said = self._cached(answer) + [self._end]
+                    said = [*self._cached(answer), self._end]
                     tokens = self._cached(text) + self._suffix + said
-                    at = row * length + start + len(tokens) - len(said) - 1
-                    answer_at += range(at, at + len(said))
+                    end += len(tokens)
+                    answer_at += [(row, at) for at in range(end - len(said) - 1, end - 1)]
                     answers += said
                 else:
                     act, text, values = instruction(scene, target, rng)
                     tokens = self._cached(text) + self._suffix + [self._query] * QUERY_TOKENS
-                    at = row * length + start + len(tokens) - QUERY_TOKENS
-                    query_at.append(range(at, at + QUERY_TOKENS))
+                    end += len(tokens)
+                    query_at.append([(row, at) for at in range(end - QUERY_TOKENS, end)])
                     numbers.append(values)
                     acts.append(ACTS.index(act))
-                ids[row, start : start + len(tokens)] = tokens
+                rows[-1].append(tokens)
+        ids, positions, mask = self._pack(rows)
+        place = np.array([ids.shape[1], 1])
         return Batch(
-            pool.take(indices), torch.from_numpy(ids), torch.tensor([list(at) for at in query_at]), np.array(numbers),
-            torch.tensor(acts), torch.tensor(answer_at, dtype=torch.long), torch.tensor(answers, dtype=torch.long),
-            cells(pool, indices),
-        )  # fmt: skip
+            images=pool.take(indices),
+            ids=torch.from_numpy(ids),
+            positions=torch.from_numpy(positions),
+            mask=torch.where(torch.from_numpy(mask), 0.0, torch.finfo(torch.float32).min)[:, None],
+            query_at=torch.from_numpy(np.array(query_at) @ place),
+            numbers=np.array(numbers),
+            acts=torch.tensor(acts),
+            answer_at=torch.from_numpy(np.array(answer_at) @ place),
+            answers=torch.tensor(answers),
+            cells=cells(pool, indices),
+        )
+
+    def _pack(self, rows: list[list[list[int]]]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
+        """Lay branches one behind another: ids [n, length], positions [3, n, length], and what may be seen."""
+        head = self._head_positions()
+        first, start = int(head.max()) + 1, len(self.prefix)
+        length = start + max(sum(map(len, row)) for row in rows)
+        ids = np.full((len(rows), length), self._pad)
+        positions = np.zeros((3, len(rows), length), np.int64)
+        owner = np.full((len(rows), length), -1)
+        ids[:, :start], positions[:, :, :start], owner[:, :start] = self.prefix, head[:, None], 0
+        for row, branches in enumerate(rows):
+            at = start
+            for number, tokens in enumerate(branches, start=1):
+                span = slice(at, at + len(tokens))
+                ids[row, span], owner[row, span] = tokens, number
+                positions[:, row, span] = first + np.arange(len(tokens))
+                at = span.stop
+        past = np.tri(length, dtype=bool)
+        mask = past & ((owner[:, None] == 0) | (owner[:, :, None] == owner[:, None]))
+        return ids, positions, mask
 
 
 def cells(pool: Pool, indices: NDArray[np.int64]) -> torch.Tensor:
@@ -187,20 +207,29 @@ def plain_question(scene: dict[str, Any], target: int, rng: np.random.Generator)
     place, uv, count = scene["position"][target], scene["uv"], int(scene["count"])
     roll = rng.random()
     if roll < 0.35:
-        return f"where is the {name}?", say("iu", uv[target, 0]) + say("iv", uv[target, 1])
-    if roll < 0.55 and scene["metric"]:
-        return f"where is the {name} on the table?", say("tx", place[0]) + say("ty", place[1])
-    if roll < 0.65:
-        return "where is the gripper?", say("ju", scene["tip_uv"][0]) + say("jv", scene["tip_uv"][1])
-    if roll < 0.75:
-        return "how many objects are there?", _NUMBER_WORDS[count - 1]
-    if roll < 0.9 or count == 1:
-        if rng.random() < 0.5:
-            return f"is there a {name}?", "yes"
-        absent = [i for i in range(len(COLOURS)) if i not in scene["colour"][:count]]
-        return f"is there a {COLOURS[absent[rng.integers(len(absent))]]} object?", "no"
-    gaps = uv[:count, 0] - uv[target, 0]
-    order = np.argsort(gaps)
+        asked = f"where is the {name}?", say("iu", uv[target, 0]) + say("iv", uv[target, 1])
+    elif roll < 0.55 and scene["metric"]:
+        asked = f"where is the {name} on the table?", say("tx", place[0]) + say("ty", place[1])
+    elif roll < 0.65:
+        asked = "where is the gripper?", say("ju", scene["tip_uv"][0]) + say("jv", scene["tip_uv"][1])
+    elif roll < 0.75:
+        asked = "how many objects are there?", _NUMBER_WORDS[count - 1]
+    elif roll < 0.9 or count == 1:
+        asked = _present(scene, name, rng)
+    else:
+        asked = _beside(scene, target, name)
+    return asked
+
+
+def _present(scene: dict[str, Any], name: str, rng: np.random.Generator) -> tuple[str, str]:
+    if rng.random() < 0.5:
+        return f"is there a {name}?", "yes"
+    absent = [i for i in range(len(COLOURS)) if i not in scene["colour"][: scene["count"]]]
+    return f"is there a {COLOURS[absent[rng.integers(len(absent))]]} object?", "no"
+
+
+def _beside(scene: dict[str, Any], target: int, name: str) -> tuple[str, str]:
+    order = np.argsort(scene["uv"][: scene["count"], 0])
     rank = int(np.flatnonzero(order == target)[0])
     side = "left" if rank > 0 else "right"
     neighbour = int(order[rank - 1] if rank > 0 else order[1])

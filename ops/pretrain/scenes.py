@@ -7,18 +7,19 @@ environment (with jitter), the others vary everything; see `Style`.
 
 import colorsys
 import math
-import os
 from dataclasses import dataclass
 from typing import Any
 
-os.environ.setdefault("MUJOCO_GL", "egl")
-
-import mujoco as _mujoco
 import numpy as np
 from numpy.typing import NDArray
+from PIL import Image
 
+from nexus_bus.envs.rendering import require
 from ops.pretrain.checkpoint import IMAGE_SIZE
 from ops.pretrain.language import COLOURS, SHAPES
+
+require()  # chooses the GL that works here, which mujoco asks for when it is imported
+import mujoco as _mujoco  # noqa: E402
 
 mujoco: Any = _mujoco  # its compiled half has no stubs
 
@@ -198,12 +199,12 @@ class Painter:
             gap = np.array([0, rng.uniform(0.012, 0.03), 0])
             frame = _yaw(rng.uniform(0, math.pi) if rng.random() < 0.5 else 0.0)
             for name, side in (("finger0", 1), ("finger1", -1)):
-                self._put(name, tip + frame @ (side * gap) + [0, 0, 0.03], rgb, (0.006, 0.006, 0.03), frame)
-            self._put("palm", tip + [0, 0, 0.085], rgb, (0.015, 0.035, 0.025), frame)
+                self._put(name, tip + frame @ (side * gap) + np.array([0, 0, 0.03]), rgb, (0.006, 0.006, 0.03), frame)
+            self._put("palm", tip + np.array([0, 0, 0.085]), rgb, (0.015, 0.035, 0.025), frame)
             return
         for name in ("finger0", "finger1", "palm"):
             self._hide(name)
-        self._put("tip", tip + [0, 0, length / 2], rgb, (radius, length / 2, 0))
+        self._put("tip", tip + np.array([0, 0, length / 2]), rgb, (radius, length / 2, 0))
 
     def _dress(self, rng: np.random.Generator, style: Style) -> None:
         wood = np.array([0.55, 0.45, 0.35])
@@ -218,7 +219,10 @@ class Painter:
             self._put("floor", np.array([0, 0, -rng.uniform(0.1, 0.8)]), _muted(rng), (4, 4, 0.01))
             walls = [(-rng.uniform(0.6, 2), 0, 0.03, 4), (0, -rng.uniform(0.6, 2), 4, 0.03), (0, rng.uniform(0.6, 2), 4, 0.03)]
             for i, (x, y, a, b) in enumerate(walls):
-                self._put(f"wall{i}", np.array([x, y, 0.0]), _muted(rng), (a, b, 2)) if rng.random() < 0.6 else self._hide(f"wall{i}")
+                if rng.random() < 0.6:
+                    self._put(f"wall{i}", np.array([x, y, 0.0]), _muted(rng), (a, b, 2))
+                else:
+                    self._hide(f"wall{i}")
         else:
             for name in ("floor", *(f"wall{i}" for i in range(_WALLS))):
                 self._hide(name)
@@ -327,8 +331,6 @@ def _develop(image: NDArray[np.uint8], rng: np.random.Generator, style: Style) -
     if style.plain and rng.random() < 0.7:
         return image
     if rng.random() < 0.15:
-        from PIL import Image  # noqa: PLC0415 - only some pictures need it
-
         small = int(rng.choice([48, 64, 72, 84]))
         picture = Image.fromarray(image).resize((small, small), Image.Resampling.BOX)
         image = np.asarray(picture.resize((IMAGE_SIZE, IMAGE_SIZE), Image.Resampling.BICUBIC))

@@ -45,8 +45,8 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     core.add_tokens([AddedToken(token, special=False, normalized=False) for token in LOCATION_TOKENS])
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=core,
-        eos_token="<|im_end|>",
-        pad_token="<|endoftext|>",
+        eos_token=SPECIAL[2],
+        pad_token=SPECIAL[0],
         additional_special_tokens=list(SPECIAL[1:]),
         padding_side="right",
         model_max_length=2048,

@@ -11,7 +11,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-QUERY_TOKEN = "<|action_query|>"
+QUERY_TOKEN = "<|action_query|>"  # noqa: S105 - not that kind of token
 QUERY_TOKENS = 8
 ACTS = (
     "touch", "left", "right", "forward", "back", "lift", "place", "open", "close", "press", "turn", "toward",

@@ -1,5 +1,6 @@
 """What every algorithm is: it names the prompts it needs features of, then learns in a private slot. See `ALGORITHMS`."""
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -111,24 +112,26 @@ def numbers(tensor: Tensor, shape: tuple[int, ...], field_name: str) -> NDArray[
 
 
 def gradient_step(slot: Slot, loss: torch.Tensor, grad_clip: float, rates: Mapping[str, float]) -> float:
-    """Backward, clip to a global norm, step with the learning rate of every parameter group by its name.
+    """Backward, clip every parameter group to a norm of its own, step with the group's learning rate by its name.
+
+    The groups share no parameters, so a large error of the value does not shrink the step of the policy.
 
     Returns:
-        The gradient's norm before clipping.
+        The gradient's norm before clipping, all groups together.
 
     Raises:
         Diverged: loss or gradient not finite; no weight has been touched.
     """
     slot.optimizer.zero_grad(set_to_none=True)
     loss.backward()
-    parameters = [p for group in slot.optimizer.param_groups for p in group["params"]]
-    norm = float(torch.nn.utils.clip_grad_norm_(parameters, grad_clip))
-    if not np.isfinite(norm) or not torch.isfinite(loss):
+    groups = slot.optimizer.param_groups
+    norm = math.hypot(*(float(torch.nn.utils.clip_grad_norm_(group["params"], grad_clip)) for group in groups))
+    if not math.isfinite(norm) or not torch.isfinite(loss):
         raise Diverged(
             f"step {slot.step}: loss {float(loss.detach()):g}, gradient norm {norm:g}; "
             "lower the learning rate or check the data"
         )
-    for group in slot.optimizer.param_groups:
+    for group in groups:
         group["lr"] = rates[group["name"]]
     slot.optimizer.step()
     slot.optimizer.zero_grad(set_to_none=True)

@@ -1,5 +1,7 @@
 """A session keeps the rules, whatever the simulator does."""
 
+import sys
+
 import numpy as np
 import pytest
 from fake_simulator import SPEC, Fake
@@ -126,9 +128,7 @@ def test_what_the_simulator_cannot_do_is_told(fake: type[Fake]) -> None:
 def test_an_environment_whose_package_is_missing_says_how_to_install_it(
     fake: type[Fake], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import sys
-
-    monkeypatch.setitem(sys.modules, "minigrid", None)
+    monkeypatch.setitem(sys.modules, "minigrid.envs.babyai.goto", None)
     monkeypatch.delitem(sys.modules, "nexus_bus.envs.minigrid", raising=False)
     with pytest.raises(NotFound, match=r"pip install 'nexus-bus\[minigrid\]'"):
         Session(EnvironmentSpec(id="minigrid", task="goto"))

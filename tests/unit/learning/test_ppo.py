@@ -10,6 +10,7 @@ import torch
 
 from nexus_bus.errors import BadJob, BadMessage
 from nexus_bus.learning.algorithms import LearnResult, Ppo, PpoWork
+from nexus_bus.learning.algorithms.base import gradient_step
 from nexus_bus.learning.algorithms.ppo import clipped_value_loss
 from nexus_bus.learning.gae import gae
 from nexus_bus.models.backbone import Backbone
@@ -160,6 +161,21 @@ def test_value_warm_up_leaves_the_policy_alone(backbone: Backbone, make: Any):
     assert algorithm.learn(slot, work, features).steps == 4
     assert all(torch.equal(p, old) for p, old in before if id(p) not in values)
     assert any(not torch.equal(p, old) for p, old in before if id(p) in values)
+
+
+def test_an_error_of_the_value_does_not_shrink_the_policys_step(make: Any):
+    weights = []
+    for error in (0.0, 1e6):
+        _, slot = fresh(make.contract())
+        assert isinstance(slot.module, PolicyModule)
+        values = slot.module.value_parameters()
+        kept = {id(parameter) for parameter in values}
+        rest = [parameter for parameter in slot.module.parameters() if id(parameter) not in kept]
+        loss = sum(p.square().sum() for p in rest) + error * sum(p.square().sum() for p in values)
+        assert isinstance(loss, torch.Tensor)
+        gradient_step(slot, loss, 1.0, {"policy": 1e-3, "value": 1e-3})
+        weights.append(torch.cat([parameter.detach().flatten() for parameter in rest]))
+    assert torch.equal(weights[0], weights[1])
 
 
 def test_too_large_a_move_ends_the_update(backbone: Backbone, make: Any):

@@ -1,0 +1,205 @@
+"""`nexus usage`, `trace`, `dead`, `config`: for whoever runs the service, or wonders what happened."""
+
+from collections import defaultdict
+from datetime import UTC, datetime
+from typing import Any
+
+import click
+import msgspec
+
+from nexus_bus import config
+from nexus_bus.cli.options import asynchronous, bus_options, connect, console, json_option, print_json
+from nexus_bus.errors import NotFound
+
+TRACES = 20  # listed
+
+
+@click.command("usage")
+@click.argument("job", required=False)
+@click.option("--all-tenants", is_flag=True, help="Of every tenant.")
+@bus_options
+@json_option
+@asynchronous
+async def usage_command(job: str | None, all_tenants: bool, url: str, tenant: str, as_json: bool) -> None:
+    """Device seconds, requests, records and steps per job and kind of work."""
+    sums: dict[tuple[str, str, str], dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    async with connect(url, tenant) as client:
+        who = "*" if all_tenants else tenant
+        async for item in client.bus.tail("usage", since="all", follow=False, tenant=who, job=job or "*"):
+            used = item.message
+            total = sums[used.tenant, used.job, used.kind]
+            for name in ("device_s", "requests", "records", "steps", "group_sum"):
+                total[name] += getattr(used, name)
+    rows = [{"tenant": t, "job": j, "kind": k, **total} for (t, j, k), total in sorted(sums.items())]
+    if as_json:
+        print_json(rows)
+        return
+    from nexus_bus.cli.show import listing
+
+    table = listing(
+        "tenant", "job", "kind", *(numbers := ("device s", "requests", "records", "steps", "mean group")), right=numbers
+    )
+    for row in rows:
+        grouped = row["requests"] + row["records"]
+        table.add_row(
+            row["tenant"], row["job"], row["kind"], f"{row['device_s']:.2f}", f"{row['requests']:.0f}", f"{row['records']:.0f}",
+            f"{row['steps']:.0f}", f"{row['group_sum'] / grouped:.1f}" if grouped and row["group_sum"] else "",
+        )  # fmt: skip
+    console().print(table if rows else "nothing was used yet")
+
+
+@click.command("trace")
+@click.argument("trace", required=False, metavar="[ID]")
+@bus_options
+@json_option
+@asynchronous
+async def trace_command(trace: str | None, url: str, tenant: str, as_json: bool) -> None:
+    """The waterfall of one trace: ID is a trace id or its beginning, or JOB@N. Without ID: the newest traces."""
+    traces: dict[str, list[Any]] = defaultdict(list)
+    async with connect(url, tenant) as client:
+        if trace and "@" in trace:
+            version = await client.policy(trace)
+            trace = version.trace.split("-")[1] if version.trace.count("-") == 3 else ""
+            if not trace:
+                raise NotFound(f"trace: {version.id} was published without one")
+        async for item in client.bus.tail("trace", since="all", follow=False, worker="*"):
+            for span in item.message.spans:
+                if not trace or span.trace_id.startswith(trace.lower()):
+                    traces[span.trace_id].append(span)
+    if trace and not traces:
+        raise NotFound(f"trace: no span of {trace!r} is kept; `nexus trace` lists the newest")
+    if trace and len(traces) > 1:
+        raise NotFound(f"trace: {trace!r} begins {len(traces)} traces; give more of the id")
+    if trace:
+        ((_, spans),) = traces.items()
+        if as_json:
+            print_json(spans)
+            return
+        from nexus_bus.waterfall import render
+
+        out = console()
+        out.print(render(spans, width=min(out.width, 160)), highlight=False, markup=False, soft_wrap=True)
+        return
+    _list(traces, as_json)
+
+
+def _list(traces: dict[str, list[Any]], as_json: bool) -> None:
+    newest = sorted(traces.items(), key=lambda pair: -max(span.end_ns for span in pair[1]))[:TRACES]
+    rows = []
+    for key, spans in newest:
+        first, start = min(spans, key=lambda span: span.start_ns), min(span.start_ns for span in spans)
+        rows.append(
+            {
+                "trace": key,
+                "began": datetime.fromtimestamp(start / 1e9, UTC).isoformat()[:19],
+                "seconds": (max(span.end_ns for span in spans) - start) / 1e9,
+                "spans": len(spans),
+                "name": first.name,
+                "job": f"{first.attributes.get('tenant', '')}/{first.attributes.get('job', '')}".strip("/"),
+            }
+        )
+    if as_json:
+        print_json(rows)
+        return
+    from nexus_bus.cli.show import listing
+
+    table = listing("trace", "began", "seconds", "spans", "begins with", "job", right=("seconds", "spans"))
+    for row in rows:
+        table.add_row(row["trace"], row["began"], f"{row['seconds']:.3f}", str(row["spans"]), row["name"], row["job"])
+    console().print(table if rows else "no traces are kept")
+
+
+@click.group("dead")
+def dead_command() -> None:
+    """Messages that were given up, each with the reason and the original."""
+
+
+async def _letters(client: Any, number: int | None = None) -> list[tuple[int, Any]]:
+    found = [(item.seq, item.message) async for item in client.bus.tail("dead", since="all", follow=False)]
+    if number is None:
+        return found
+    chosen = [pair for pair in found if pair[0] == number]
+    if not chosen:
+        raise NotFound(f"dead letter {number} does not exist; `nexus dead list` shows what there is")
+    return chosen
+
+
+@dead_command.command("list")
+@bus_options
+@json_option
+@asynchronous
+async def dead_list(url: str, tenant: str, as_json: bool) -> None:
+    """One line per dead letter, of all tenants."""
+    async with connect(url, tenant) as client:
+        letters = await _letters(client)
+    if as_json:
+        print_json([{"number": seq, "subject": x.subject, "reason": x.reason, "time": x.time} for seq, x in letters])
+        return
+    from nexus_bus.cli.show import listing
+
+    table = listing("number", "time", "subject", "deliveries", "reason", right=("number", "deliveries"))
+    for seq, letter in letters:
+        table.add_row(str(seq), letter.time[:19], letter.subject, str(letter.deliveries), letter.reason)
+    console().print(table if letters else "no dead letters")
+
+
+@dead_command.command("show")
+@click.argument("number", type=int)
+@bus_options
+@asynchronous
+async def dead_show(number: int, url: str, tenant: str) -> None:
+    """One dead letter as JSON, with its payload where that can be read."""
+    async with connect(url, tenant) as client:
+        ((_, letter),) = await _letters(client, number)
+    print_json(msgspec.structs.asdict(letter) | {"payload": _readable(letter.payload, letter.headers)})
+
+
+def _readable(payload: bytes, headers: dict[str, str]) -> Any:
+    decode = msgspec.json.decode if "json" in headers.get("Content-Type", "json") else msgspec.msgpack.decode
+    try:
+        return decode(payload)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return repr(payload[:2000])
+
+
+@dead_command.command("retry")
+@click.argument("number", type=int)
+@bus_options
+@asynchronous
+async def dead_retry(number: int, url: str, tenant: str) -> None:
+    """Put the original back on its queue; the dead letter stays until it is dropped."""
+    from nexus_bus.bus.dead import revive
+
+    async with connect(url, tenant) as client:
+        ((seq, letter),) = await _letters(client, number)
+        await revive(client.bus, letter, seq)
+    click.echo(f"{letter.subject}: sent again")
+
+
+@dead_command.command("drop")
+@click.argument("number", type=int)
+@bus_options
+@asynchronous
+async def dead_drop(number: int, url: str, tenant: str) -> None:
+    """Forget a dead letter."""
+    async with connect(url, tenant) as client:
+        await _letters(client, number)
+        await client.bus.js.delete_msg("DEAD", number)
+    click.echo(f"dropped {number}")
+
+
+@click.command("config")
+@click.argument("role", type=click.Choice(list(config.ROLES)))
+@json_option
+def config_command(role: str, as_json: bool) -> None:
+    """Settings of a role that are in force here, and where each value comes from."""
+    loaded = config.load(role)
+    if as_json:
+        print_json({"values": loaded.value, "sources": loaded.sources})
+        return
+    from nexus_bus.cli.show import listing
+
+    table = listing("setting", "value", "from")
+    for row in loaded.rows():
+        table.add_row(*row)
+    console().print(table)

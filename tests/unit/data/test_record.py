@@ -1,0 +1,76 @@
+"""Demonstrations are recorded from the expert, reproducibly, and only those that succeeded."""
+
+import hashlib
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from nexus_bus.data.reader import Dataset
+from nexus_bus.data.record import Order, record_expert
+from nexus_bus.envs.session import Session
+from nexus_bus.errors import ContractError, NotFound
+from schemas.job import EnvironmentSpec, ExpertSpec
+
+GRID = EnvironmentSpec(id="minigrid", task="goto", options={"image_size": 32})
+
+
+def test_a_recording_holds_what_the_expert_saw_and_did(tmp_path: Path) -> None:
+    seen: list[tuple[int, int]] = []
+    info = record_expert(GRID, ExpertSpec(episodes=3, seed=5), tmp_path / "set", progress=lambda *p: seen.append(p))
+    assert (info.episodes, info.attempts, info.success) == (3, 3, 1.0)
+    assert seen == [(1, 1), (2, 2), (3, 3)]
+    dataset = Dataset(tmp_path / "set")
+    assert len(dataset) == info.frames
+    session = Session(GRID)
+    observed, index = session.reset(5, 0), 0
+    while session.end == "running":
+        frame = dataset.frame(index)
+        np.testing.assert_array_equal(frame.images["grid"], observed.images["grid"])
+        np.testing.assert_array_equal(frame.state, observed.state)
+        np.testing.assert_array_equal(frame.action, session.expert())
+        assert frame.instruction == observed.instruction
+        observed, index = session.step(session.expert()[None]).observed, index + 1
+    assert dataset.episodes[0].end == index
+
+
+def test_the_same_seed_records_the_same_bytes_in_a_process_of_its_own(tmp_path: Path) -> None:
+    expert = ExpertSpec(episodes=2, seed=1, noise=0.1)
+    info = record_expert(GRID, expert, tmp_path / "one")
+    document = msgspec.json.encode(Order(GRID, expert, str(tmp_path / "two"))).decode()
+    done = subprocess.run([sys.executable, "-m", "nexus_bus.data.record", document], capture_output=True, text=True, check=True)
+    assert msgspec.json.decode(done.stdout.splitlines()[-1], type=type(info)) == info
+    one, two = (_digest(tmp_path / name) for name in ("one", "two"))
+    assert one == two
+    record_expert(GRID, msgspec.structs.replace(expert, seed=2), tmp_path / "two")
+    assert _digest(tmp_path / "two") != one
+
+
+def test_an_environment_without_an_expert_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(NotFound, match="no scripted expert"):
+        record_expert(EnvironmentSpec(id="gymnasium", task="Pendulum-v1"), ExpertSpec(), tmp_path / "set")
+
+
+@pytest.mark.gl
+def test_noise_moves_the_robot_but_not_the_labels_and_failures_are_left_out(tmp_path: Path) -> None:
+    spec = EnvironmentSpec(id="tabletop", task="touch", options={"image_size": 32, "max_steps": 12})
+    info = record_expert(spec, ExpertSpec(episodes=6, noise=0.3), tmp_path / "set")
+    assert info.attempts > info.episodes
+    dataset = Dataset(tmp_path / "set")
+    assert all(episode.end - episode.begin <= 12 for episode in dataset.episodes)
+    assert np.abs(dataset._actions).max() <= 1.0
+
+
+@pytest.mark.gl
+def test_an_expert_that_cannot_succeed_leaves_nothing(tmp_path: Path) -> None:
+    spec = EnvironmentSpec(id="tabletop", task="push", options={"image_size": 32, "max_steps": 2})
+    with pytest.raises(ContractError, match="0 successes in 20 tries"):
+        record_expert(spec, ExpertSpec(episodes=1), tmp_path / "set")
+    assert not (tmp_path / "set").exists()
+
+
+def _digest(root: Path) -> dict[str, str]:
+    return {str(p.relative_to(root)): hashlib.sha256(p.read_bytes()).hexdigest() for p in root.rglob("*") if p.is_file()}
