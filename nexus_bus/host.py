@@ -78,9 +78,11 @@ class Child:
 class Supervisor:
     """Starts children, tells of their ends, follows orders about them."""
 
-    def __init__(self, home: Path, url: str, *, say: Say = lambda _: None, command: Command = worker_command) -> None:
-        """Logs go to `home/logs`; `say` gets one line for people per thing that happened."""
-        self.home, self.url, self.say, self.command = home, url, say, command
+    def __init__(
+        self, home: Path, url: str, *, say: Say = lambda _: None, command: Command = worker_command, grace: float = GRACE_S
+    ) -> None:
+        """Logs go to `home/logs`; `say` gets one line for people per thing that happened; `grace` is in seconds."""
+        self.home, self.url, self.say, self.command, self.grace = home, url, say, command, grace
         self.host = host_id()
         self.children: dict[str, Child] = {}
         self._bus: Bus | None = None
@@ -240,9 +242,9 @@ class Supervisor:
         with contextlib.suppress(ProcessLookupError):
             process.send_signal(signum)
         try:
-            await asyncio.wait_for(process.wait(), GRACE_S)
+            await asyncio.wait_for(process.wait(), self.grace)
         except TimeoutError:
-            self.say(f"{child.name} did not end within {GRACE_S:g} s and was killed")
+            self.say(f"{child.name} did not end within {self.grace:g} s and was killed")
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
             await process.wait()

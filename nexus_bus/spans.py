@@ -36,8 +36,8 @@ _STATUS: dict[StatusCode, Literal["ok", "error", "unset"]] = {
 class Publisher(Protocol):
     """What the queue needs of a bus."""
 
-    def publish(self, name: str, message: Any, *, msg_id: str, deadline: float, **tokens: str) -> Any:
-        """Store a message; awaitable."""
+    async def publish(self, name: str, message: Any, *, msg_id: str, deadline: float = ..., worker: str) -> Any:
+        """Store a message in its stream."""
 
 
 class SpanQueue(SpanProcessor):

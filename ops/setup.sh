@@ -37,9 +37,12 @@ fi
 echo "Installing nexus-bus[$extra] (minutes the first time; details in $venv/install.log)"
 status=$(mktemp)
 { "$venv/bin/python" -m pip install --disable-pip-version-check -c constraints.txt -e ".[$extra]" 2>&1 || echo failed >"$status"; } |
-    tee "$venv/install.log" |
-    awk '/^ *Downloading .*[0-9][0-9]\.[0-9] MB/ { print "  " $2 " " $3 " " $4; fflush() }
-         /^Installing collected packages/ { print "  unpacking " NF - 3 " packages"; fflush() }'
+    tee "$venv/install.log" | while read -r line; do
+    case $line in
+        *Downloading*[0-9][0-9].[0-9]" MB"*) echo "  ${line#*Downloading }" ;;
+        "Installing collected packages"*) echo "  unpacking" ;;
+    esac
+done
 if [ -s "$status" ]; then
     rm -f "$status"
     tail -n 25 "$venv/install.log" >&2

@@ -1,10 +1,14 @@
 """Between workers: reports to the master, heartbeats, leases, and orders to the host that supervises processes."""
 
-from typing import Literal
+from typing import Annotated, Literal
+
+from msgspec import Meta
 
 from schemas.base import Count, Message, Name
 from schemas.policy import Statistics
 from schemas.rollout import EpisodeResult
+
+Nanoseconds = Annotated[int, Meta(ge=0, le=2**63 - 1)]  # since 1970; more than a Count holds
 
 Role = Literal["master", "environment", "rollout", "inference", "trainer", "health"]
 
@@ -97,8 +101,8 @@ class Span(Message, frozen=True, kw_only=True):
     name: str
     service: str  # role
     worker: str
-    start_ns: Count
-    end_ns: Count
+    start_ns: Nanoseconds
+    end_ns: Nanoseconds
     status: Literal["ok", "error", "unset"] = "unset"
     attributes: dict[str, str | int | float | bool] = {}
     links: list[tuple[str, str]] = []  # (trace_id, span_id)

@@ -56,7 +56,7 @@ class Bus:
         self.name = name
         self.log: Any = structlog.get_logger()
         self.client = GuardedClient()
-        self.js: Any = JetStreamContext(self.client, timeout=5)  # Any: its types are half open
+        self.js: Any = JetStreamContext(self.client, timeout=2)  # Any: its types are half open
         self.publisher = Publisher(self)
         self.blobs = Blobs(self, BLOBS)
         self.payloads = Blobs(self, PAYLOADS)
@@ -249,9 +249,9 @@ class Bus:
 
     # Consuming
 
-    async def pull(self, durable: Durable, *, batch: int = 64, on_dead: OnDead | None = None) -> Puller:
+    async def pull(self, durable: Durable, *, batch: int = 64, counted: bool = False, on_dead: OnDead | None = None) -> Puller:
         """A continuous pull on a consumer, which is made if it does not exist; see pull.py."""
-        return await Puller(self, durable, batch, on_dead).start()
+        return await Puller(self, durable, batch, counted=counted, on_dead=on_dead).start()
 
     async def consume(
         self,

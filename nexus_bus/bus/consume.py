@@ -47,7 +47,7 @@ class Loop:
 
     async def run(self, concurrency: int, grace: float) -> None:
         """Until `stop` is set. Then no more is taken, handlers have `grace` seconds, and the rest is handed back."""
-        puller = await self.bus.pull(self.durable, batch=concurrency, on_dead=self.on_dead)
+        puller = await self.bus.pull(self.durable, batch=concurrency, counted=True, on_dead=self.on_dead)
         running: set[asyncio.Task[None]] = set()
         try:
             while not self.stop.is_set():
@@ -55,7 +55,6 @@ class Loop:
                     await asyncio.wait(running, timeout=TICK_S, return_when=asyncio.FIRST_COMPLETED)
                     continue
                 for delivery in await puller.get(concurrency - len(running), wait=TICK_S):
-                    puller.busy += 1
                     task = asyncio.create_task(self.in_turn(delivery, puller))
                     running.add(task)
                     task.add_done_callback(running.discard)
@@ -76,8 +75,7 @@ class Loop:
         except Exception:  # in `on_bad` or `on_dead`: it comes again after its ack_wait, and the loop goes on
             self.bus.log.exception("not answered; it will come again", msg_id=delivery.msg_id)
         finally:
-            puller.busy -= 1
-        await puller.renew()
+            await puller.release(1)
 
     async def one(self, delivery: Delivery) -> None:
         """One message, from decoding to its answer."""

@@ -150,20 +150,24 @@ class Request:
 class Puller:
     """Keeps a consumer's messages coming into a buffer, and keeps those that wait there from being redelivered.
 
-    Never more than `batch` messages are buffered, on their way, and counted in `busy` together.
+    Never more than `batch` messages are buffered or on their way. A `counted` one, which must not hoard, also counts those
+    that were taken, until they are released.
     """
 
-    def __init__(self, bus: "Bus", durable: Durable, batch: int, on_dead: "OnDead | None" = None) -> None:
+    def __init__(
+        self, bus: "Bus", durable: Durable, batch: int, *, counted: bool = False, on_dead: "OnDead | None" = None
+    ) -> None:
         """Use `Bus.pull`."""
         self._bus = bus
         self.durable = durable
-        self.busy = 0  # taken and still counted against `batch`; for a caller that must not hoard
         self.arrived = asyncio.Event()
         self._batch = batch
+        self._counted = counted
+        self._taken = 0
         self._on_dead = on_dead
         self._buffer: deque[Delivery] = deque()
         self._keep: asyncio.Task[None] | None = None
-        self._request = Request(bus, durable.stream, self._make, lambda: self._batch - self.busy - len(self._buffer))
+        self._request = Request(bus, durable.stream, self._make, lambda: self._batch - self._taken - len(self._buffer))
         self._request.accept = self._accept
 
     async def start(self) -> Self:
@@ -196,12 +200,14 @@ class Puller:
         taken = [self._buffer.popleft() for _ in range(min(n, len(self._buffer)))]
         if not taken:
             return []
+        self._taken += len(taken) if self._counted else 0
         opened = await asyncio.gather(*(self._opened(delivery) for delivery in taken))
-        await self._request.renew()
+        await self.release(len(opened) - sum(opened))
         return [delivery for delivery, ready in zip(taken, opened, strict=True) if ready]
 
-    async def renew(self) -> None:
-        """`busy` went down: there is room again."""
+    async def release(self, count: int) -> None:
+        """So many of those taken are done with, and there is room for others."""
+        self._taken -= count if self._counted else 0
         await self._request.renew()
 
     async def _opened(self, delivery: Delivery) -> bool:

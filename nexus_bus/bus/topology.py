@@ -1,13 +1,16 @@
 """Streams, buckets and consumers as data, and the calls that make a server agree with it (DESIGN §3)."""
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from nats.errors import Error as NatsError
 from nats.js.api import ConsumerConfig, DiscardPolicy, RetentionPolicy, StorageType, StreamConfig
 from nats.js.errors import APIError, NotFoundError
 
+from nexus_bus.errors import Unavailable
 from schemas.subjects import TABLE, subject
 
 if TYPE_CHECKING:
@@ -46,6 +49,7 @@ BUCKETS = {"registry": 128 * MB, "leases": 16 * MB}
 BLOBS, PAYLOADS = "blobs", "payloads"  # for good; and for messages too large to travel, which are read within days or never
 OBJECTS = {BLOBS: (4096 * MB, 0.0), PAYLOADS: (1024 * MB, 7 * DAY_S)}
 
+PATIENCE_S = 15.0
 NOT_YET = frozenset({10008, 10013, 10058})  # JetStream not ready; the name is being taken by another process this very moment
 
 
@@ -124,27 +128,30 @@ def _configs(replicas: int) -> Iterator[StreamConfig]:
 
 async def _ensure_stream(bus: "Bus", config: StreamConfig) -> None:
     try:
-        found = (await bus.js.stream_info(config.name or "")).config
+        found = (await _patiently(bus, lambda: bus.js.stream_info(config.name))).config
     except NotFoundError:
-        await _patiently(lambda: bus.js.add_stream(config))
+        await _patiently(bus, lambda: bus.js.add_stream(config))
         return
     for name in ("subjects", "max_bytes", "max_age", "max_msgs_per_subject", "duplicate_window", "num_replicas"):
         if getattr(found, name) != getattr(config, name):
-            await bus.js.update_stream(config)
+            await _patiently(bus, lambda: bus.js.update_stream(config))
             return
 
 
-async def _patiently(call: Callable[[], Awaitable[object]]) -> None:
-    """Another process may be making the same thing this very moment, and JetStream may just be opening."""
-    for attempt in range(20):
+async def _patiently(bus: "Bus", call: Callable[[], Awaitable[Any]]) -> Any:
+    """Another process may be making the same thing this very moment, and JetStream opens a little later than the server."""
+    ends = time.monotonic() + PATIENCE_S
+    while True:
         try:
-            await call()
-        except APIError as error:
-            if error.err_code not in NOT_YET or attempt == 19:
+            async with asyncio.timeout(PATIENCE_S):
+                await bus.up.wait()
+            return await call()
+        except (NatsError, TimeoutError) as error:
+            if isinstance(error, APIError) and error.code != 503 and error.err_code not in NOT_YET:
                 raise
-            await asyncio.sleep(0.05)
-        else:
-            return
+            if time.monotonic() > ends:
+                raise Unavailable(f"the server does not do it: {error!r}") from error
+        await asyncio.sleep(0.05)
 
 
 async def ensure_durable(bus: "Bus", durable: Durable) -> None:
@@ -158,7 +165,7 @@ async def ensure_durable(bus: "Bus", durable: Durable) -> None:
         max_waiting=512,
         filter_subjects=list(durable.filters),
     )
-    await _patiently(lambda: bus.js.add_consumer(durable.stream, config))
+    await _patiently(bus, lambda: bus.js.add_consumer(durable.stream, config))
 
 
 async def ensure_tenant(bus: "Bus", tenant: str) -> None:

@@ -75,8 +75,10 @@ async def _answer(client: Any, submission: Any, wait: bool, as_json: bool) -> in
         if as_json:
             print_json(state)
         else:
-            scores = ", ".join(f"{name} {value:g}" for name, value in state.scores.items())
-            click.echo(" ".join(filter(None, (f"{submission.job} {state.phase}", state.reason, scores and f"({scores})"))))
+            from nexus_bus.cli.show import success
+
+            scores = success(state)
+            click.echo(": ".join(filter(None, (f"{submission.job} {state.phase}", state.reason, scores and f"success {scores}"))))
         return 0 if state.phase == "completed" else 1
     if as_json:
         print_json({"job": submission.job, "submission": submission.id, "message": submission.message})

@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
+import msgspec
 import pytest
 import structlog
 
@@ -28,7 +29,7 @@ class Recorder:
         self.workers: set[str] = set()
         self.away = False
 
-    async def publish(self, name: str, message: Any, *, msg_id: str, deadline: float, **tokens: str) -> None:
+    async def publish(self, name: str, message: Any, *, msg_id: str, deadline: float = 1.0, worker: str) -> None:
         await asyncio.sleep(0)
         if self.away:
             raise Unavailable("the bus is away")
@@ -36,7 +37,7 @@ class Recorder:
         assert deadline > 0
         self.messages.append(message)
         self.ids.append(msg_id)
-        self.workers.add(tokens["worker"])
+        self.workers.add(worker)
 
     def spans(self) -> dict[str, Span]:
         return {span.name: span for message in self.messages for span in message.spans}
@@ -67,6 +68,7 @@ async def test_spans_reach_the_stream_with_their_parents(bus: Recorder, traces: 
     assert inner.attributes == {"steps": 3}
     assert inner.end_ns >= inner.start_ns > 0
     assert bus.workers == {"rollout-0"}
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(bus.messages[0]), type=Spans) == bus.messages[0]
 
 
 async def test_a_traceparent_carries_the_family_to_another_process(bus: Recorder, traces: telemetry.Telemetry) -> None:

@@ -13,7 +13,9 @@ from schemas.job import EnvironmentSpec
 @pytest.fixture(autouse=True)
 def unprobed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MUJOCO_GL", os.environ.get("MUJOCO_GL", ""))  # restored afterwards
-    monkeypatch.delenv("NEXUS_RENDERING", raising=False)
+    monkeypatch.setenv("LP_NUM_THREADS", os.environ.get("LP_NUM_THREADS", "0"))
+    monkeypatch.setenv("NEXUS_RENDERING", "")  # restored afterwards too
+    monkeypatch.delenv("NEXUS_RENDERING")
     monkeypatch.setattr(rendering, "probe", rendering.probe.__wrapped__)
 
 
@@ -26,14 +28,12 @@ def test_egl_comes_first_then_osmesa(monkeypatch: pytest.MonkeyPatch) -> None:
     assert os.environ["MUJOCO_GL"] == "osmesa"
     assert rendering.probe().backend == "osmesa"
     assert tried == ["egl", "osmesa"]  # children and later calls need not try again
-    monkeypatch.delenv("NEXUS_RENDERING")
 
 
 def test_the_wish_of_the_environment_is_tried_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MUJOCO_GL", "osmesa")
     monkeypatch.setattr(rendering, "_works", lambda name: True)
     assert rendering.probe().backend == "osmesa"
-    monkeypatch.delenv("NEXUS_RENDERING")
 
 
 def test_without_opengl_the_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,4 +41,3 @@ def test_without_opengl_the_package_is_named(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(Unavailable, match="apt-get install libosmesa6"):
         Session(EnvironmentSpec(id="tabletop", task="touch"))
     Session(EnvironmentSpec(id="minigrid", task="goto")).close()  # needs none
-    monkeypatch.delenv("NEXUS_RENDERING")

@@ -68,8 +68,8 @@ def test_processes_share_a_directory_while_it_overflows(tmp_path: Path):
         "import sys, torch; from pathlib import Path\n"
         "from nexus_bus.models.cache import FeatureCache; assert 'transformers' not in sys.modules\n"
         "from nexus_bus.models.features import VLAFeature\n"
-        "cache = FeatureCache(Path(sys.argv[1]), memory_bytes=0, disk_bytes=30_000)\n"
-        "for i in range(120):\n"
+        "cache = FeatureCache(Path(sys.argv[1]), memory_bytes=0, disk_bytes=15_000)\n"
+        "for i in range(60):\n"
         "    cache.put(VLAFeature(f'{i:04x}', torch.full((10, 16), float(i)), torch.zeros(10, dtype=torch.uint8), (6, 10)))\n"
         "    for j in range(max(0, i - 3), i + 1):\n"
         "        got = cache.get(f'{j:04x}')\n"
@@ -77,7 +77,7 @@ def test_processes_share_a_directory_while_it_overflows(tmp_path: Path):
     )
     running = [subprocess.Popen([sys.executable, "-c", code, str(tmp_path)]) for _ in range(2)]
     assert [process.wait(90) for process in running] == [0, 0]
-    assert disk(tmp_path) <= 30_000 * 19 // 16 + 3000
+    assert disk(tmp_path) <= 15_000 * 19 // 16 + 3000
     assert not [path for path in tmp_path.rglob(".*") if path.is_file()], "no half-written file is left"
 
 

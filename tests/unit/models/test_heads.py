@@ -149,9 +149,9 @@ def test_noise_is_the_callers_alone(name: str):
     assert torch.equal(module.predict(features, state, generator(9)), module.predict(features, state, generator(9)))
 
 
-@pytest.mark.parametrize(("name", "steps", "below"), [("oft", 300, 0.02), ("gr00t", 300, 0.15)])
+@pytest.mark.parametrize(("name", "steps", "below"), [("oft", 300, 0.02), ("gr00t", 200, 0.06)])
 def test_a_head_can_learn_sixteen_samples_by_heart(name: str, steps: int, below: float):
-    options: dict[str, Scalar] = {} if name == "oft" else {"width": 48, "repeats": 6, "layers": 4}
+    options: dict[str, Scalar] = {} if name == "oft" else {"width": 48}
     module, features = head(name, **options), batch(16)
     state, actions, pad = target(16)
     optimizer = torch.optim.AdamW(module.parameters(), lr=2e-3, fused=True)

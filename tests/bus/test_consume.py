@@ -1,0 +1,226 @@
+"""The one loop: outcomes, holding, draining, and what happens to the messages of a worker that died."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from typing import Any
+
+import pytest
+
+from nexus_bus.bus import Bus, Done, Durable, Outcome, Reject, Retry
+from nexus_bus.bus.delivery import Delivery
+from nexus_bus.errors import BadJob, BadMessage, EnvironmentFault, Unavailable
+from schemas.subjects import BY_NAME
+
+SLOW = Durable("JOBS", "test", ("job.cancel.*",), ack_wait=0.6, max_deliver=3)
+
+
+async def test_each_outcome_does_what_it_says(bus: Bus, put: Any, held: Any, consuming: Any, eventually: Any) -> None:
+    seen: dict[str, list[int]] = {}
+
+    async def handler(delivery: Delivery) -> Outcome:
+        job = delivery.message.job
+        seen.setdefault(job, []).append(delivery.num_delivered)
+        first = delivery.num_delivered == 1
+        match job:
+            case "retry" if first:
+                return Retry(0.05, "not yet")
+            case "reject":
+                return Reject("no such thing")
+            case "refused":
+                raise BadJob("head.type: unknown")
+            case "fault" if first:
+                raise EnvironmentFault("the simulator crashed")
+            case "bug" if first:
+                raise ZeroDivisionError
+            case "away" if len(seen[job]) < 3:
+                raise Unavailable("no worker yet")
+            case _:
+                return Done()
+
+    consuming(handler, concurrency=4)
+    await put("done", "retry", "reject", "refused", "fault", "bug", "away")
+
+    async def empty() -> bool:
+        return await held("JOBS") == 0
+
+    await eventually(empty)
+    assert seen == {
+        "done": [1],
+        "retry": [1, 2],
+        "reject": [1],
+        "refused": [1],
+        "fault": [1, 2],
+        "bug": [1, 2],
+        "away": [1, 1, 1],  # what it needs was away: waited for with the message in hand, no attempt is used up
+    }
+    letters = {item.message.msg_id: item.message.reason async for item in bus.tail("dead", follow=False)}
+    assert letters == {"acme/reject": "no such thing", "acme/refused": "head.type: unknown"}
+
+
+async def test_an_undecodable_message_is_told_and_buried_at_once(bus: Bus, held: Any, consuming: Any, eventually: Any) -> None:
+    told: list[tuple[str, str]] = []
+
+    async def on_bad(delivery: Delivery, error: BadMessage) -> None:
+        told.append((delivery.tenant, str(error)))
+
+    async def never(_: Delivery) -> Outcome:
+        raise AssertionError("it does not decode")
+
+    consuming(never, on_bad=on_bad)
+    await bus.publisher.send("job.cancel.acme", b'{"job": 3}', {"Nats-Msg-Id": "bad"}, 5.0)
+    await eventually(lambda: told)
+    assert told == [("acme", "job.cancel: Expected `str`, got `int` - at `$.job`")]
+
+    async def buried() -> bool:
+        return await held("DEAD") == 1 and await held("JOBS") == 0
+
+    await eventually(buried)
+
+
+async def test_a_message_that_lies_about_its_tenant_is_refused(bus: Bus, put: Any) -> None:
+    event = b'{"type":"job.phase","tenant":"other","time":"now"}'
+    await put("x")
+    puller = await bus.pull(SLOW)
+    (delivery,) = await puller.get(1, wait=5)
+    delivery.row, delivery.tokens, delivery.payload = BY_NAME["event"], {"tenant": "acme", "job": "_"}, event
+    with pytest.raises(BadMessage, match="tenant is 'other', but its subject says 'acme'"):
+        delivery.decode()
+    await puller.stop()
+
+
+async def test_a_handler_longer_than_the_ack_wait_is_not_run_twice(put: Any, consuming: Any, eventually: Any) -> None:
+    runs: list[int] = []
+    finished: list[int] = []
+
+    async def slow(delivery: Delivery) -> Outcome:
+        runs.append(delivery.num_delivered)
+        await asyncio.sleep(2.0)
+        finished.append(1)
+        return Done()
+
+    consuming(slow, SLOW)
+    consuming(slow, SLOW)
+    await put("long")
+    await eventually(lambda: finished)
+    assert runs == [1]
+
+
+async def test_concurrency_is_kept_and_nothing_is_hoarded(bus: Bus, put: Any, consuming: Any, eventually: Any) -> None:
+    now, most = 0, 0
+    gate = asyncio.Event()
+
+    async def busy(_: Delivery) -> Outcome:
+        nonlocal now, most
+        now += 1
+        most = max(most, now)
+        await gate.wait()
+        now -= 1
+        return Done()
+
+    consuming(busy, concurrency=3)
+    await put(*(f"j{n}" for n in range(10)))
+    await eventually(lambda: now == 3)
+    assert (await bus.depths())["JOBS"]["test"] == (7, 3)
+    gate.set()
+
+    async def empty() -> bool:
+        return (await bus.depths())["JOBS"]["test"] == (0, 0)
+
+    await eventually(empty)
+    assert most == 3
+
+
+async def test_stopping_finishes_what_runs_and_hands_back_the_rest(bus: Bus, put: Any) -> None:
+    stop, started = asyncio.Event(), asyncio.Event()
+    finished: list[str] = []
+
+    async def handler(delivery: Delivery) -> Outcome:
+        started.set()
+        await asyncio.sleep(0.5 if delivery.message.job == "short" else 60)
+        finished.append(delivery.message.job)
+        return Done()
+
+    long = Durable("JOBS", "test", ("job.cancel.*",), ack_wait=30.0)
+    await put("short", "endless")
+    loop = asyncio.create_task(bus.consume(long, handler, concurrency=2, stop=stop, grace=1.0))
+    await started.wait()
+    stop.set()
+    await asyncio.wait_for(loop, 5)
+    assert finished == ["short"]
+    puller = await bus.pull(long)
+    (delivery,) = await puller.get(1, wait=5)  # long before its ack_wait
+    assert (delivery.message.job, delivery.num_delivered) == ("endless", 2)
+    await delivery.ack()
+    await puller.stop()
+
+
+async def test_a_stopped_puller_hands_back_what_it_buffered(bus: Bus, put: Any, eventually: Any) -> None:
+    long = Durable("JOBS", "test", ("job.cancel.*",), ack_wait=30.0)
+    first = await bus.pull(long, batch=8)
+    await put(*(f"j{n}" for n in range(8)))
+    await eventually(lambda: first.waiting == 8)
+    await first.stop()
+    second = await bus.pull(long, batch=8)
+    got: set[str] = set()
+    ends = time.monotonic() + 5
+    while len(got) < 8 and time.monotonic() < ends:
+        for delivery in await second.get(8, wait=0.5):
+            got.add(delivery.message.job)
+            await delivery.ack()
+    assert len(got) == 8
+    await second.stop()
+
+
+WORKER = """
+import asyncio, sys
+from nexus_bus.bus import Bus, Durable
+
+async def main():
+    bus = await Bus.connect(sys.argv[1], name="doomed")
+    async def handler(delivery):
+        print("took", flush=True)
+        await asyncio.sleep(600)
+    await bus.consume(Durable("JOBS", "test", ("job.cancel.*",), ack_wait=0.6), handler, stop=asyncio.Event())
+
+asyncio.run(main())
+"""
+
+
+async def test_what_a_killed_worker_held_comes_again(bus: Bus, put: Any, consuming: Any, eventually: Any) -> None:
+    await put("precious")
+    worker = await asyncio.create_subprocess_exec(sys.executable, "-c", WORKER, bus.url, stdout=subprocess.PIPE)
+    assert worker.stdout is not None
+    assert await asyncio.wait_for(worker.stdout.readline(), 20) == b"took\n"
+    got: list[int] = []
+
+    async def handler(delivery: Delivery) -> Outcome:
+        got.append(delivery.num_delivered)
+        return Done()
+
+    consuming(handler, SLOW)
+    await asyncio.sleep(1.5)  # twice the ack_wait: a living worker keeps what it holds
+    assert got == []
+    os.kill(worker.pid, signal.SIGKILL)
+    await worker.communicate()
+    await eventually(lambda: got == [2])
+
+
+async def test_the_loop_goes_on_over_a_restart_of_the_server(crash: Any, put: Any, consuming: Any, eventually: Any) -> None:
+    got: set[str] = set()
+
+    async def handler(delivery: Delivery) -> Outcome:
+        got.add(delivery.message.job)
+        return Done()
+
+    consuming(handler, concurrency=4)
+    await put("before")
+    await eventually(lambda: got == {"before"})
+    crash.kill()
+    await asyncio.sleep(0.3)
+    crash.restart()
+    await put("after")
+    await eventually(lambda: got == {"before", "after"})

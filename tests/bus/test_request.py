@@ -1,0 +1,150 @@
+"""Requests, casts and inboxes."""
+
+import asyncio
+from typing import Any
+
+import pytest
+from opentelemetry import trace
+from opentelemetry.sdk.trace import TracerProvider
+
+from nexus_bus.bus import Bus, EmbeddedServer, Incoming
+from nexus_bus.errors import BadMessage, Conflict, EnvironmentFault, NexusError, Unavailable
+from schemas.control import Ack, Heartbeat, ProcessOrder
+from schemas.inference import InferenceReply
+
+ORDER = ProcessOrder(worker="w", action="stop", reason="test")
+
+
+async def test_a_request_is_answered_with_its_tokens_and_headers(bus: Bus) -> None:
+    async def handler(order: ProcessOrder, incoming: Incoming) -> Ack:
+        assert incoming.subject == "host.order.h1"
+        assert incoming.headers["ce-type"] == "nexus.host.order"
+        return Ack(error=f"{order.worker} on {incoming.tokens['host']}")
+
+    service = await bus.serve("host.order", handler, host="*")
+    assert await bus.request("host.order", ORDER, host="h1") == Ack(error="w on h1")
+    await service.stop()
+    with pytest.raises(Unavailable, match="nobody serves it"):
+        await bus.request("host.order", ORDER, host="h1")
+
+
+@pytest.mark.parametrize(
+    "error", [EnvironmentFault("it crashed"), Conflict("too late"), Unavailable("full"), BadMessage("x: y")]
+)
+async def test_an_error_is_raised_on_the_other_side_as_the_same_class(bus: Bus, error: NexusError) -> None:
+    async def handler(_: ProcessOrder, __: Incoming) -> Ack:
+        raise error
+
+    await bus.serve("host.order", handler, host="h1")
+    with pytest.raises(type(error), match=str(error)) as raised:
+        await bus.request("host.order", ORDER, host="h1")
+    assert type(raised.value) is type(error)
+
+
+async def test_a_bug_in_a_handler_crosses_as_an_id_and_not_as_a_traceback(bus: Bus) -> None:
+    async def handler(_: ProcessOrder, __: Incoming) -> Ack:
+        raise ZeroDivisionError("secret")
+
+    await bus.serve("host.order", handler, host="h1")
+    with pytest.raises(NexusError, match=r"^internal error [0-9a-f]{12} of test; see its log$"):
+        await bus.request("host.order", ORDER, host="h1")
+
+
+async def test_a_request_that_does_not_decode_is_refused_by_name(bus: Bus) -> None:
+    async def handler(_: ProcessOrder, __: Incoming) -> Ack:
+        return Ack()
+
+    await bus.serve("host.order", handler, host="h1")
+    answer = await bus.client.request("host.order.h1", b'{"worker": 3}', timeout=5)
+    assert answer.headers is not None
+    assert answer.headers["Nexus-Error-Code"] == "bad_message"
+    assert b"$.worker" in answer.data
+
+
+async def test_handlers_run_side_by_side_and_no_answer_in_time_is_unavailable(bus: Bus) -> None:
+    gate = asyncio.Event()
+    waiting = 0
+
+    async def handler(_: ProcessOrder, __: Incoming) -> Ack:
+        nonlocal waiting
+        waiting += 1
+        if waiting == 3:
+            gate.set()
+        await gate.wait()
+        return Ack()
+
+    service = await bus.serve("host.order", handler, host="h1")
+    with pytest.raises(Unavailable, match=r"no answer within 0\.2 s"):
+        await bus.request("host.order", ORDER, timeout=0.2, host="h1")
+    await asyncio.gather(*(bus.request("host.order", ORDER, host="h1") for _ in range(2)))
+    await service.stop()
+
+
+async def test_a_queue_group_shares_and_a_handler_may_stop_its_own_service(bus: Bus, server: EmbeddedServer) -> None:
+    other = await Bus.connect(server.url, name="other")
+    served = {"test": 0, "other": 0}
+    services: dict[str, Any] = {}
+
+    def handler(name: str) -> Any:
+        async def handle(_: ProcessOrder, __: Incoming) -> Ack:
+            served[name] += 1
+            if served[name] == 10:
+                await services[name].stop()
+            return Ack()
+
+        return handle
+
+    for name, connection in (("test", bus), ("other", other)):
+        services[name] = await connection.serve("host.order", handler(name), queue="hosts", host="h1")
+    for _ in range(20):
+        await bus.request("host.order", ORDER, host="h1")
+    assert served == {"test": 10, "other": 10}
+    await other.close()
+
+
+async def test_the_trace_goes_on_on_the_other_side(bus: Bus) -> None:
+    seen: list[int] = []
+
+    async def handler(_: ProcessOrder, incoming: Incoming) -> Ack:
+        assert "traceparent" in incoming.headers
+        seen.append(trace.get_current_span().get_span_context().trace_id)
+        return Ack()
+
+    await bus.serve("host.order", handler, host="h1")
+    with TracerProvider().get_tracer("test").start_as_current_span("asking") as span:
+        await bus.request("host.order", ORDER, host="h1")
+    assert seen == [span.get_span_context().trace_id]
+
+
+async def test_casts_reach_subscribers_and_inboxes_and_a_bad_one_harms_nobody(bus: Bus, eventually: Any) -> None:
+    beats: list[tuple[str, str]] = []
+    replies: list[tuple[str, str]] = []
+
+    async def on_beat(beat: Heartbeat, tokens: dict[str, str]) -> None:
+        beats.append((beat.worker, tokens["role"]))
+
+    async def on_reply(reply: InferenceReply, headers: dict[str, str]) -> None:
+        replies.append((reply.id, headers["Content-Type"]))
+
+    await bus.subscribe("health.beat", on_beat, role="*", worker="*")
+    inbox = await bus.inbox("infer.reply", on_reply)
+    beat = Heartbeat(role="trainer", worker="t1", host="h1", pid=1, state="running", busy=False, progress=0, time=0.0)
+    await bus.client.publish("health.beat.trainer.t1", b"rubbish")
+    await bus.cast("health.beat", beat, role="trainer", worker="t1")
+    await bus.client.publish(inbox.subject, b"rubbish")
+    await bus.cast_to(inbox.subject, "infer.reply", InferenceReply(id="r1"))
+    await eventually(lambda: beats == [("t1", "trainer")] and replies == [("r1", "application/msgpack")])
+
+
+async def test_a_cast_while_the_server_is_away_is_dropped(bus: Bus, crash: Any, eventually: Any) -> None:
+    crash.kill()
+    await eventually(lambda: not bus.up.is_set())
+    beat = Heartbeat(role="trainer", worker="t1", host="h1", pid=1, state="running", busy=False, progress=0, time=0.0)
+    await asyncio.wait_for(bus.cast("health.beat", beat, role="trainer", worker="t1"), 1)
+
+
+async def test_subjects_cannot_be_broken_out_of(bus: Bus) -> None:
+    with pytest.raises(ValueError, match="is not a name"):
+        await bus.request("host.order", ORDER, host="h1.>")
+    with pytest.raises(ValueError, match="is not a name"):
+        bus.tail("event", tenant="acme.>")
