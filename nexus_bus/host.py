@@ -129,8 +129,6 @@ class Supervisor:
         if child is None:
             raise NotFound(f"worker: {self.host} has no {order.worker!r}; it has {', '.join(sorted(self.children))}")
         async with child.lock:
-            if self._closing:
-                raise Unavailable(f"{self.host} is ending")
             if order.pid and order.pid != child.pid:
                 raise Unavailable(f"pid: {order.worker} is process {child.pid} by now, not {order.pid}")
             child.stopped = order.action == "stop"
@@ -169,6 +167,8 @@ class Supervisor:
             raise Unavailable(f"{child.name} was started {len(child.starts)} times within a minute; see its log")
 
     async def _start(self, child: Child) -> None:
+        if self._closing:
+            raise Unavailable(f"{self.host} is ending")
         child.starts.append(time.monotonic())
         with self._log(child.name) as log:
             child.process = await asyncio.create_subprocess_exec(

@@ -1,6 +1,6 @@
 #!/bin/sh
 # Make .venv and install into it the exact set that was tested: `ops/setup.sh all` to run, `ops/setup.sh dev` to develop too.
-# Instant when nothing changed. PYTHON names the interpreter to build on; else the first fitting one on the PATH.
+# Instant when nothing changed. PYTHON names the interpreter to build on; else the first that fits, the one it was tested on before others.
 set -eu
 cd "$(dirname "$0")/.."
 
@@ -16,8 +16,8 @@ done
 if ! { "$venv/bin/python" -c "$fits" && "$venv/bin/python" -m pip --version; } >/dev/null 2>&1; then
     rm -rf "$venv"  # absent, half made, or its interpreter has gone
     base='' lacking=''
-    for candidate in "${PYTHON:-}" python3.13 python3.12 python3.11 python3; do
-        if [ -z "$candidate" ] || ! "$candidate" -c "$fits" >/dev/null 2>&1; then continue; fi
+    for candidate in ${PYTHON:-python3.11 python3.12 python3.13 python3}; do
+        if ! "$candidate" -c "$fits" >/dev/null 2>&1; then continue; fi
         if "$candidate" -c 'import ensurepip, venv' >/dev/null 2>&1; then base=$candidate; break; fi
         lacking=$candidate
     done

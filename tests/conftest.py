@@ -3,6 +3,7 @@
 import asyncio
 import inspect
 import logging
+import shutil
 import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -41,6 +42,7 @@ def server(tmp_path: Path) -> Iterator[EmbeddedServer]:
     running = EmbeddedServer(tmp_path / "nats", port=free_port()).start()
     yield running
     running.stop()
+    shutil.rmtree(running.directory)
 
 
 @pytest.fixture

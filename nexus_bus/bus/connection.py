@@ -113,6 +113,8 @@ class Bus:
         self._closing = True
         if self._watch is not None:
             self._watch.cancel()
+        if self._tasks and self.up.is_set():
+            await asyncio.wait(self._tasks, timeout=1.0)
         for task in self._tasks:
             task.cancel()
         self.publisher.stop()

@@ -78,7 +78,9 @@ async def _answer(client: Any, submission: Any, wait: bool, as_json: bool) -> in
             from nexus_bus.cli.show import success
 
             scores = success(state)
-            click.echo(": ".join(filter(None, (f"{submission.job} {state.phase}", state.reason, scores and f"success {scores}"))))
+            click.echo(
+                ": ".join(filter(None, (f"{submission.job} {state.phase}", state.reason, scores and f"success {scores}")))
+            )
         return 0 if state.phase == "completed" else 1
     if as_json:
         print_json({"job": submission.job, "submission": submission.id, "message": submission.message})

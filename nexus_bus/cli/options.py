@@ -82,8 +82,18 @@ def pairs(given: Sequence[str], flag: str) -> dict[str, str]:
 
 
 def print_json(value: Any) -> None:
-    """One JSON document on stdout, all fields present."""
-    click.echo(msgspec.json.format(msgspec.json.encode(value)).decode())
+    """One JSON document on stdout, with the fields that messages leave out because they hold the default."""
+    click.echo(msgspec.json.format(msgspec.json.encode(_whole(value))).decode())
+
+
+def _whole(value: Any) -> Any:
+    if isinstance(value, msgspec.Struct):
+        config = value.__struct_config__
+        tag = {config.tag_field: config.tag} if config.tag_field else {}
+        return tag | {name: _whole(getattr(value, name)) for name in value.__struct_fields__}
+    if isinstance(value, dict):
+        return {key: _whole(item) for key, item in value.items()}
+    return [_whole(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def console() -> Any:

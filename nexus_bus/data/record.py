@@ -15,7 +15,7 @@ import numpy as np
 
 from nexus_bus.clock import derive_seed
 from nexus_bus.data.writer import DatasetInfo, DatasetWriter, Feature
-from nexus_bus.envs.catalog import ENVIRONMENTS, EnvDescription
+from nexus_bus.envs.catalog import ENVIRONMENTS, EnvDescription, describe
 from nexus_bus.envs.session import Session
 from nexus_bus.errors import ContractError, NotFound
 from schemas.job import EnvironmentSpec, ExpertSpec
@@ -57,10 +57,9 @@ def record_expert(
         NotFound: the environment has no expert.
         ContractError: the expert (with this noise) succeeds too rarely; nothing is left behind.
     """
-    session = Session(spec)
-    if not session.description.expert:
-        session.close()
+    if not describe(spec).expert:
         raise NotFound(f"environment {spec.id} has no scripted expert; give a dataset instead")
+    session = Session(spec)
     fps = ENVIRONMENTS[spec.id].fps
     attempts = kept = 0
     try:

@@ -51,7 +51,9 @@ def _spec(document: dict[str, Any], seed: int, rendering: bool, scale: float) ->
 
 def _without_gl(environment: dict[str, Any]) -> dict[str, Any]:
     """The grid world draws with NumPy alone. Success may differ much from the tabletop's: the demo says which one ran."""
-    return {"id": "minigrid", "task": "goto", **({"execute": environment["execute"]} if "execute" in environment else {})}
+    task = "goto" if environment["options"].get("blocks") == 3 else "goto-red-ball"
+    kept = {key: environment[key] for key in ("execute",) if key in environment}
+    return {"id": "minigrid", "task": task, **kept}
 
 
 def ensure_rendering(console: Console) -> bool:
@@ -65,7 +67,9 @@ def ensure_rendering(console: Console) -> bool:
         console.print("Installing libosmesa6 (this machine lets us) …")
         for command in ([apt, "update", "-qq"], [apt, "install", "-y", "-qq", "libosmesa6"]):
             subprocess.run(command, check=False, stdin=subprocess.DEVNULL, capture_output=True, timeout=300)  # noqa: S603 - fixed words
-        if probe(fresh=True).backend is not None:
+        os.environ.pop("NEXUS_RENDERING", None)  # what the first probe found
+        probe.cache_clear()
+        if probe().backend is not None:
             return True
     console.print("[yellow]Going on with an environment that needs no OpenGL (minigrid).[/]")
     return False

@@ -81,7 +81,8 @@ def build_model(config: Qwen3VLConfig, seed: int) -> Qwen3VLForConditionalGenera
             elif "embed_tokens" in name:
                 weight.normal_(0, 0.06)
             elif weight.ndim > 1:
-                weight.normal_(0, weight[0].numel() ** -0.5)
+                quiet = (8 if "language_model" in name else 1) if name.endswith(("o_proj.weight", "down_proj.weight")) else 1
+                weight.normal_(0, (weight[0].numel() * quiet) ** -0.5)
     return model
 
 

@@ -136,7 +136,7 @@ class Questioner:
 
 
 def cells(pool: Pool, indices: NDArray[np.int64]) -> torch.Tensor:
-    """What each picture token covers: per colour, and last for the tip, (present, u, v), u and v from -1 to 1 in the cell."""
+    """What each picture token covers: per colour, and last for the tip, (present, u, v), from the middle in half cells."""
     side = int(IMAGE_TOKENS**0.5)
     table = np.zeros((len(indices), IMAGE_TOKENS, len(COLOURS) + 1, 3), np.float32)
     scenes = {name: pool.scenes[name][indices] for name in ("count", "colour", "uv", "tip_uv")}
@@ -144,7 +144,7 @@ def cells(pool: Pool, indices: NDArray[np.int64]) -> torch.Tensor:
         seen = [*zip(scenes["colour"][row][:count], scenes["uv"][row], strict=False), (len(COLOURS), scenes["tip_uv"][row])]
         for kind, uv in seen:
             at = np.clip((uv * side).astype(int), 0, side - 1)
-            table[row, at[1] * side + at[0], kind] = (1, *((uv * side - at) * 2 - 1))
+            table[row, at[1] * side + at[0], kind] = (1, *((uv * 2 - 1) * side))
     return torch.from_numpy(table)
 
 

@@ -144,7 +144,7 @@ async def test_5_blobs_are_fast_and_the_stock_client_reads_them(bus: Bus) -> Non
 
 
 async def test_5_a_blob_survives_kills_while_it_is_written_and_read(bus: Bus, crash: Any) -> None:
-    data = os.urandom(48 << 20)
+    data = os.urandom(24 << 20)
     putting = asyncio.create_task(bus.blobs.put(data))
     await asyncio.sleep(0.05)
     crash.kill()

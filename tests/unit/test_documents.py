@@ -40,9 +40,7 @@ def refusal(document: dict[str, Any] | Path) -> str:
 
 
 def test_toml_yaml_and_json_say_the_same(tmp_path: Path):
-    specs = [
-        job_spec(written(tmp_path, name, text)) for name, text in (("a.toml", TOML), ("a.yaml", YAML), ("a.json", JSON))
-    ]
+    specs = [job_spec(written(tmp_path, name, text)) for name, text in (("a.toml", TOML), ("a.yaml", YAML), ("a.json", JSON))]
     assert specs[0] == specs[1] == specs[2]
     assert isinstance(specs[0], JobSpec)
     assert isinstance(specs[0].algorithm, Ppo)

@@ -214,7 +214,7 @@ class Ppo(Algorithm[PpoWork]):
         left = float((batch.returns - batch.value).var(correction=0))
         return {
             "return": float(np.mean([record.episode_return for record in work.episodes])),
-            "success": float(np.mean([record.success for record in work.episodes])),
+            "success_rate": float(np.mean([record.success for record in work.episodes])),
             "length": float(np.mean([record.length for record in work.episodes])),
             "lag": float((slot.version - work.version).clamp_min(0).float().mean()),
             "std": float(_policy(slot.module).log_std.detach().exp().mean()),
