@@ -1,14 +1,14 @@
 """The one exception tree. Messages say what was wrong, where, and what to do next.
 
-    NexusError
-    ├── Refused            the input is wrong; repeating it will not help (a tenant sees the message)
-    │   ├── BadMessage     it does not decode; names the field
-    │   ├── BadJob         the job document asks for something that cannot be done
-    │   ├── ContractError  policy, environment and data do not fit each other
-    │   └── NotFound       a version, job, dataset or environment that does not exist
-    ├── Unavailable        it may work later: broker away, queue full, no worker yet
-    │   └── Conflict       somebody else changed it first (compare-and-set failed, lease lost)
-    └── EnvironmentFault   a simulator crashed, hung or refused; costs a retry, is never a reward
+NexusError
+├── Refused            the input is wrong; repeating it will not help (a tenant sees the message)
+│   ├── BadMessage     it does not decode; names the field
+│   ├── BadJob         the job document asks for something that cannot be done
+│   ├── ContractError  policy, environment and data do not fit each other
+│   └── NotFound       a version, job, dataset or environment that does not exist
+├── Unavailable        it may work later: broker away, queue full, no worker yet
+│   └── Conflict       somebody else changed it first (compare-and-set failed, lease lost)
+└── EnvironmentFault   a simulator crashed, hung or refused; costs a retry, is never a reward
 """
 
 

@@ -109,9 +109,7 @@ def _check_base(spec: JobSpec, backbone: BackboneInfo, init: PolicyVersion | Job
     if isinstance(init, JobSpec) and init.base != spec.base:
         raise BadJob(f"base: {spec.init} is trained on {init.base!r}, this job asks for {spec.base!r}")
     if isinstance(init, PolicyVersion) and init.contract.backbone_fingerprint != backbone.fingerprint:
-        raise BadJob(
-            f"base: {spec.init} was trained on {init.contract.backbone!r}, not on what {spec.base!r} is now"
-        )
+        raise BadJob(f"base: {spec.init} was trained on {init.contract.backbone!r}, not on what {spec.base!r} is now")
 
 
 def _head(spec: JobSpec, init: PolicyVersion | JobSpec | None) -> HeadSpec:

@@ -200,9 +200,7 @@ class Seat:
 
     def due(self, every: int) -> bool:
         """RL commits every update; SFT every so many steps, at each version and at the end."""
-        return (
-            self.publishes() or self.learned - self.committed >= every or self.learned >= self.state.plan.batches
-        )
+        return self.publishes() or self.learned - self.committed >= every or self.learned >= self.state.plan.batches
 
     def publishes(self) -> bool:
         """Whether what is learned now is a policy version."""

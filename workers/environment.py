@@ -49,6 +49,7 @@ DURABLE = Durable(
     stream="ROLLOUT", name="environment", filters=("env.prepare.*.*", "env.feed.*.*"), max_ack_pending=64, max_deliver=5
 )
 ENCODED_FRAMES = 20_000  # pictures kept encoded for later epochs: about 8 KB each
+IDLE_SESSIONS = 32  # simulators of one kind kept warm for a tenant
 SWEEP_S = 1.0
 USAGE_S = 2.0
 
@@ -115,7 +116,8 @@ class Environment:
         try:
             reply = await held.host.call(held.sid, request, held.spec.image_encoding)
         except EnvironmentFault:
-            await self._lost(held.host)
+            if not held.host.alive:  # a fault of one session leaves the others of its process alone
+                await self._lost(held.host)
             raise
         finally:
             held.busy = False
@@ -148,7 +150,11 @@ class Environment:
             return
         await held.service.stop()
         if keep and held.host.alive:
-            self.idle.setdefault((held.tenant, msgspec.json.encode(held.spec)), []).append((held.host, held.sid))
+            kept = self.idle.setdefault((held.tenant, msgspec.json.encode(held.spec)), [])
+            if len(kept) < IDLE_SESSIONS:
+                kept.append((held.host, held.sid))
+            else:
+                await held.host.close(held.sid)
         self._gauge()
 
     async def _lost(self, host: SimulatorHost) -> None:
@@ -236,9 +242,7 @@ class Environment:
         )
 
     async def _record(self, order: PrepareOrder, path: Path) -> None:
-        document = msgspec.json.encode(
-            {"environment": order.environment, "expert": order.expert, "root": str(path)}
-        ).decode()
+        document = msgspec.json.encode({"environment": order.environment, "expert": order.expert, "root": str(path)}).decode()
         # A child, because simulators are native code: if it dies, this worker and its sessions live.
         child = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "nexus_bus.data.record", document,

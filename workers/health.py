@@ -102,7 +102,7 @@ class Health:
                 seen.state = "given up"
                 await self.context.event(
                     "worker.lost", PROVIDER, key=f"looping/{name}/{seen.pid}",
-                    message=f"{name} ended {len(seen.restarts)} times in {settings.loop_window_s:g} s, left alone: read its log",
+                    message=f"{name} ended {len(seen.restarts)} times in {settings.loop_window_s:g} s; left alone",
                 )  # fmt: skip
             return
         seen.ordered = True

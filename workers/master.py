@@ -202,10 +202,7 @@ class Master:
         state = happening.state
         job = state.plan.spec.name
         await asyncio.gather(
-            *(
-                self.bus.publish(name, order, msg_id=msg_id, tenant=tenant, job=job)
-                for name, msg_id, order in happening.orders
-            )
+            *(self.bus.publish(name, order, msg_id=msg_id, tenant=tenant, job=job) for name, msg_id, order in happening.orders)
         )
         if state == before:
             return

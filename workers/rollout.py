@@ -216,9 +216,7 @@ class Rollout:
             seconds=seconds,
         )
         report = JobReport(job=order.job, kind="episode", episode=result)
-        await self.bus.publish(
-            "job.report", report, msg_id=f"{order.tenant}/{name}/report", tenant=order.tenant, job=order.job
-        )
+        await self.bus.publish("job.report", report, msg_id=f"{order.tenant}/{name}/report", tenant=order.tenant, job=order.job)
 
     async def given_up(self, delivery: Delivery, reason: str) -> None:
         """An order that cannot be played fails its job by name; a missing episode would leave it waiting for ever."""

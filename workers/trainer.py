@@ -279,5 +279,3 @@ async def main(context: Context) -> None:
 def run(**options: Any) -> int:
     """Entry point of `nexus worker trainer`."""
     return worker.run(ROLE, main, **options)
-
-

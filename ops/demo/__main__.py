@@ -50,7 +50,6 @@ async def demo(arguments: argparse.Namespace, console: Console) -> int:
     """Run it; 0 when every job completed."""
     started = time.monotonic()
     out: Path = arguments.out
-    out.mkdir(parents=True, exist_ok=True)
     rendering = ensure_rendering(console)
     plans = workloads(arguments.seed, rendering=rendering, scale=arguments.scale)
     async with Service(out / "home", console) as service:
@@ -127,6 +126,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("runs/demo"))
     parser.add_argument("--scale", type=float, default=1.0, help="shorten the learning, for a quick look")
     arguments = parser.parse_args()
+    arguments.out.mkdir(parents=True, exist_ok=True)
     console = Console()
     if (pid := running_up(arguments.out / "home")) is not None:
         console.print(f"A demo is running already as process {pid}; end it with `kill {pid}` or choose another --out.")

@@ -125,10 +125,10 @@ Curve = list[tuple[float, float]]  # (seconds since the start, value)
 
 def draw(path: Path, losses: dict[str, Curve], successes: dict[str, Curve], results: list[TenantResult]) -> None:
     """A picture for those who would rather look: loss of the SFT job, training success of the RL jobs, before against after."""
-    import matplotlib as mpl  # noqa: PLC0415 - half a second, and only here
+    import matplotlib as mpl
 
     mpl.use("Agg")
-    import matplotlib.pyplot as plt  # noqa: PLC0415
+    import matplotlib.pyplot as plt
 
     figure, (left, middle, right) = plt.subplots(1, 3, figsize=(15, 4.2), layout="constrained")
     for name, curve in losses.items():

@@ -43,7 +43,9 @@ class Service:
         self.console.print(f"Server at {self.url}; logs in {self.home / 'logs'}.")
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         await self._stop()
 
     async def _url(self) -> str:

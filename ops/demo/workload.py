@@ -35,7 +35,7 @@ def workloads(seed: int, *, rendering: bool, scale: float = 1.0) -> list[Workloa
     return found
 
 
-def _spec(document: dict[str, Any], seed: int, rendering: bool, scale: float) -> JobSpec:  # noqa: FBT001 - one caller
+def _spec(document: dict[str, Any], seed: int, rendering: bool, scale: float) -> JobSpec:
     document = document | {"seed": seed}
     algorithm = dict(document["algorithm"])
     for key in ("steps", "updates"):

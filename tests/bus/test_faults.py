@@ -95,6 +95,7 @@ async def test_3_a_late_pong_does_not_end_the_reading(bus: Bus, crash: Any) -> N
     crash.thaw()
     await bus.client.flush(timeout=5)
     assert bus.client.alive
+    assert bus.client.stats["reconnects"] == 0
     await bus.publish("event", event(1), msg_id="after", deadline=5, tenant="acme", job="pick")
 
 

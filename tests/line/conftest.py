@@ -1,5 +1,6 @@
-"""The whole service, once for all tests of the line: a real server, six real processes, the shipped backbone, real simulators."""
+"""The whole service, once for all tests of the line: real server, real processes, the shipped backbone, real simulators."""
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -40,7 +41,8 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
         )  # fmt: skip
     ends = time.monotonic() + START_S
     while not ((home / "url").is_file() and (home / "url").read_text().strip()):
-        assert process.poll() is None and time.monotonic() < ends, (home / "up.log").read_text()
+        assert process.poll() is None, (home / "up.log").read_text()
+        assert time.monotonic() < ends, (home / "up.log").read_text()
         time.sleep(0.05)
     yield Service((home / "url").read_text().strip(), home)
     process.send_signal(signal.SIGTERM)
@@ -57,8 +59,6 @@ async def client(service: Service) -> AsyncIterator[Client]:
 
 async def ended(client: Client, job: str, within: float = 120.0) -> JobState:
     """Wait until a job is in a terminal phase."""
-    import asyncio
-
     ends = time.monotonic() + within
     while True:
         state = await client.job(job)

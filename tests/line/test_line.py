@@ -1,4 +1,4 @@
-"""From a job event to a better policy, through six real processes. Small jobs: whether they learn much is the demo's to show."""
+"""From a job event to a policy, through six real processes. Small jobs: whether they learn much is for the demo to show."""
 
 import asyncio
 import os
@@ -113,8 +113,8 @@ async def test_a_malformed_document_gets_an_event_and_the_next_job_works(client:
             if item.message.type == "job.refused" and item.message.submission == "malformed-1":
                 assert "name" in item.message.message
                 break
-    spec = JobSpec(kind="rl", name="after-bad", head=HeadSpec(horizon=4), environment=TOUCH, algorithm=Ppo(updates=1, episodes_per_update=2))
-    await client.submit(spec)
+    quick = Ppo(updates=1, episodes_per_update=2)
+    await client.submit(JobSpec(kind="rl", name="after-bad", head=HeadSpec(horizon=4), environment=TOUCH, algorithm=quick))
     assert (await ended(client, "after-bad")).phase == "completed"
 
 
@@ -134,8 +134,8 @@ async def ask(client: Client, request: InferenceRequest) -> InferenceReply:
 
 
 def seen(state: np.ndarray) -> Observation:
-    picture = np.zeros((96, 96, 3), np.uint8)
-    return Observation(images={"front": encode_image(picture, "png")}, state=to_tensor(state), instruction="touch the red block")
+    picture = encode_image(np.zeros((96, 96, 3), np.uint8), "png")
+    return Observation(images={"front": picture}, state=to_tensor(state), instruction="touch the red block")
 
 
 async def test_inference_fails_closed(client: Client) -> None:
@@ -208,4 +208,5 @@ async def test_killing_one_worker_delays_the_job_and_changes_nothing_else(
     if await client.job(undisturbed) is None:
         await client.submit(rl(undisturbed, updates=4))
     assert (await ended(client, undisturbed)).phase == "completed"
-    assert weights == [policy.weights.sha256 for policy in await client.policies(undisturbed)], "the same bits as if nothing happened"
+    expected = [policy.weights.sha256 for policy in await client.policies(undisturbed)]
+    assert weights == expected, "the same bits as if nothing had happened"
