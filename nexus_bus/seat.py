@@ -17,7 +17,7 @@ import msgspec
 from nexus_bus import registry, telemetry
 from nexus_bus.bus import Bus, Delivery
 from nexus_bus.clock import derive_seed, now
-from nexus_bus.errors import Conflict, NotFound
+from nexus_bus.errors import Conflict, NotFound, Unavailable
 from schemas.control import JobReport, Lease
 from schemas.job import Ppo
 from schemas.plan import JobState
@@ -253,7 +253,11 @@ class Seat:
         await self._account()
         await self._report()
         acknowledged, self.uncommitted = self.uncommitted, []
-        await asyncio.gather(*(delivery.ack() for delivery in acknowledged))
+        for error in await asyncio.gather(*(delivery.ack() for delivery in acknowledged), return_exceptions=True):
+            if isinstance(error, Unavailable):  # it comes again and is recognised by its batch number
+                self.context.log.info("not acknowledged yet", tenant=self.tenant, job=self.job, error=str(error))
+            elif error is not None:
+                raise error
         if before is not None and before.state.sha256 != state_ref.sha256:
             await bus.blobs.delete(before.state)
         self.lag_sum, self.group_sum, self.groups = 0.0, 0.0, 0

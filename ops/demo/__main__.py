@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
+from nexus_bus import logs
 from nexus_bus.cli.board import Board
 from nexus_bus.client import Client
 from nexus_bus.errors import NexusError
@@ -127,6 +128,7 @@ def main() -> int:
     parser.add_argument("--scale", type=float, default=1.0, help="shorten the learning, for a quick look")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
+    logs.start("demo", "demo", "error")  # what happens is on the board; the workers' logs are in files
     console = Console()
     if (pid := running_up(arguments.out / "home")) is not None:
         console.print(f"A demo is running already as process {pid}; end it with `kill {pid}` or choose another --out.")

@@ -41,6 +41,8 @@ def _spec(document: dict[str, Any], seed: int, rendering: bool, scale: float) ->
     for key in ("steps", "updates"):
         if key in algorithm:
             algorithm[key] = max(2, round(algorithm[key] * scale))
+    if "steps" in algorithm:
+        algorithm["warmup_steps"] = min(20, algorithm["steps"] // 4)
     if "expert" in document.get("data", {}):
         document["data"] = {"expert": document["data"]["expert"] | {"seed": seed * 1000 + 1}}
     document["algorithm"] = algorithm

@@ -43,6 +43,15 @@ class Recorder:
         return {span.name: span for message in self.messages for span in message.spans}
 
 
+@pytest.fixture(autouse=True)
+def _plain_logs() -> Iterator[None]:
+    """structlog as it comes, whatever was set up before, and as it was before, afterwards."""
+    kept = structlog.get_config()
+    structlog.reset_defaults()
+    yield
+    structlog.configure(**kept)
+
+
 @pytest.fixture
 def bus() -> Recorder:
     return Recorder()
@@ -221,7 +230,6 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     root = logging.getLogger()
     kept, level, nats = root.handlers[:], root.level, logging.getLogger("nats").level
     yield
-    structlog.reset_defaults()
     root.handlers[:] = kept
     root.setLevel(level)
     logging.getLogger("nats").setLevel(nats)
