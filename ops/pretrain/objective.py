@@ -84,7 +84,8 @@ class Objective:
             query = query + group.weight * loss
             parts[name] = float(loss.detach())
         query = query / sum(BY_NAME[name].weight for name in self.spans)
-        answer = functional.cross_entropy(model.lm_head(hidden[batch.answer_at]), batch.answers)
+        answer = functional.cross_entropy(model.lm_head(hidden[batch.answer_at]), batch.answers, reduction="sum")
+        answer = answer / max(1, len(batch.answers))
         helper = self.picture_loss(seen, batch.cells)
         total = query + 0.25 * answer + HELPER * helper
         return Terms(

@@ -60,11 +60,12 @@ def train(settings: Settings) -> None:
     rates = [float(group["lr"]) for group in optimizer.param_groups]
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rates, settings.steps, pct_start=0.06)
     state = settings.work / f"state-{settings.seed}.safetensors"
-    first = _resume(model, optimizer, schedule, state)
+    named = dict(model.named_parameters()) | {f"helper.{name}": p for name, p in objective.helper.named_parameters()}
+    first = _resume(named, optimizer, schedule, state)
     model.train()
     log = HERE / "log.jsonl"
-    if not first:
-        log.write_text("")
+    before = log.read_text().splitlines(keepends=True) if first else []
+    log.write_text("".join(line for line in before if json.loads(line)["step"] <= first))
     window: list[tuple[float, ...]] = []
     started = time.perf_counter()
     for step in range(first, settings.steps):
@@ -89,7 +90,7 @@ def train(settings: Settings) -> None:
             print({key: value for key, value in line.items() if key != "groups"}, flush=True)
         if done % settings.save_every == 0 or done == settings.steps:
             save_checkpoint(model, tokenizer, settings.out, done)
-            _keep(model, optimizer, done, state)
+            _keep(named, optimizer, done, state)
 
 
 def _teach_vision(settings: Settings, model: Qwen3VLForConditionalGeneration, objective: Objective, pool: Pool) -> None:
@@ -137,10 +138,10 @@ def _order(size: int, settings: Settings, step: int) -> np.ndarray:
     return order[at : at + settings.batch]
 
 
-def _keep(model: Qwen3VLForConditionalGeneration, optimizer: torch.optim.Optimizer, step: int, path: Path) -> None:
+def _keep(named: dict[str, torch.nn.Parameter], optimizer: torch.optim.Optimizer, step: int, path: Path) -> None:
     """Write weights and optimizer moments, whole or not at all."""
     tensors = {"step": torch.tensor([step])}
-    for name, parameter in model.named_parameters():
+    for name, parameter in named.items():
         moments = optimizer.state[parameter]
         tensors |= {f"w.{name}": parameter.detach(), f"m.{name}": moments["exp_avg"], f"v.{name}": moments["exp_avg_sq"]}
     part = path.with_suffix(".part")
@@ -149,7 +150,7 @@ def _keep(model: Qwen3VLForConditionalGeneration, optimizer: torch.optim.Optimiz
 
 
 def _resume(
-    model: Qwen3VLForConditionalGeneration,
+    named: dict[str, torch.nn.Parameter],
     optimizer: torch.optim.Optimizer,
     schedule: torch.optim.lr_scheduler.OneCycleLR,
     path: Path,
@@ -159,7 +160,7 @@ def _resume(
         return 0
     tensors = load_file(str(path))
     step = int(tensors["step"])
-    for name, parameter in model.named_parameters():
+    for name, parameter in named.items():
         parameter.data.copy_(tensors[f"w.{name}"])
         optimizer.state[parameter] = {
             "step": torch.tensor(float(step)),
@@ -180,7 +181,11 @@ def main() -> None:
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=getattr(Settings, name))
     parser.add_argument("--rate", type=float, default=Settings.rate)
     arguments = parser.parse_args()
-    train(Settings(**vars(arguments)))
+    settings = Settings(**vars(arguments))
+    train(settings)
+    from ops.pretrain.curve import draw  # matplotlib is not needed to train
+
+    draw(HERE / "log.jsonl", HERE / "curve.png")
 
 
 if __name__ == "__main__":

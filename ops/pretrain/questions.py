@@ -109,8 +109,8 @@ class Questioner:
             query_at=torch.from_numpy(np.array(query_at) @ place),
             numbers=np.array(numbers),
             acts=torch.tensor(acts),
-            answer_at=torch.from_numpy(np.array(answer_at) @ place),
-            answers=torch.tensor(answers),
+            answer_at=torch.from_numpy(np.array(answer_at, int).reshape(-1, 2) @ place),
+            answers=torch.tensor(answers, dtype=torch.long),
             cells=cells(pool, indices),
         )
 
