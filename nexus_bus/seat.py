@@ -6,6 +6,7 @@ commit point), then report and event, and only then the acknowledgements. Whatev
 
 import asyncio
 import contextlib
+import math
 import time
 from collections.abc import Iterator
 from concurrent.futures import Executor
@@ -167,7 +168,7 @@ class Seat:
         batch = self.waiting[self.learned]
         messages = [batch[index][0] for index in sorted(batch)]
         self.current = [batch[index][1] for index in sorted(batch)]
-        self._lag = sum(self.version - _version(message) for message in messages)
+        self._lag = sum(_lag(message, self.version) for message in messages)
         return Member(self.slot, self.algorithm, work_of(self.algorithm, messages, self.slot.contract))
 
     def note(self, result: "MemberResult", tenants: int) -> None:
@@ -176,7 +177,8 @@ class Seat:
         self.uncommitted += self.current
         self.learned += 1
         learned = result.result
-        self.metrics = dict(learned.metrics) if learned is not None else {}
+        # JSON has no infinity: a ratio that overflowed would make everything that carries it unreadable.
+        self.metrics = {k: v for k, v in learned.metrics.items() if math.isfinite(v)} if learned is not None else {}
         before = self.used
         self.used = Usage(
             tenant=self.tenant,
@@ -342,7 +344,7 @@ class Seat:
             await delivery.nak(0.0)
 
 
-def _version(message: Any) -> int:
-    """The version a record was made by; an SFT batch was made by none, so it never lags."""
+def _lag(message: Any, version: int) -> int:
+    """Versions between the one that made a record and the one that learns it; an SFT batch was made by none and never lags."""
     policy = getattr(message, "policy", "")
-    return int(policy.rpartition("@")[2]) if policy else 0
+    return version - int(policy.rpartition("@")[2]) if policy else 0

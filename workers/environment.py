@@ -174,12 +174,15 @@ class Environment:
                 await self._release(name, keep=True)
             if clock - published > USAGE_S:
                 published = clock
-                await self.flush_usage()
+                try:
+                    await self.flush_usage()
+                except Unavailable as error:  # leases are still watched
+                    self.context.log.warning("usage waits for the bus", error=str(error))
 
     async def flush_usage(self) -> None:
-        """Publish what sessions used since the last time."""
-        taken, self.usage = self.usage, {}
-        for (tenant, job), (seconds, steps) in taken.items():
+        """Publish what sessions used since the last time; what cannot be published waits for the next."""
+        for tenant, job in list(self.usage):
+            seconds, steps = self.usage.pop((tenant, job))
             entry = Usage(
                 tenant=tenant,
                 job=job,
@@ -189,7 +192,13 @@ class Environment:
                 steps=int(steps),
                 time=now(),
             )
-            await self.bus.publish("usage", entry, msg_id=uuid.uuid4().hex, tenant=tenant, job=job)
+            try:
+                await self.bus.publish("usage", entry, msg_id=uuid.uuid4().hex, tenant=tenant, job=job)
+            except Unavailable:
+                share = self.usage.setdefault((tenant, job), [0.0, 0.0])
+                share[0] += seconds
+                share[1] += steps
+                raise
 
     def _gauge(self) -> None:
         self.context.pulse.gauges["sessions"] = len(self.held)
@@ -219,7 +228,10 @@ class Environment:
     def directory(self, tenant: str, dataset: str) -> Path:
         """The directory of a tenant's dataset. Raises NotFound for a name that leaves the tenant's own root."""
         root = (self.root / tenant).resolve()
-        path = (root / dataset).resolve()
+        try:
+            path = (root / dataset).resolve()
+        except (OSError, ValueError) as error:  # too long, or with a zero byte
+            raise NotFound(f"data.dataset: {dataset[:80]!r} is not a directory's name: {error}") from None
         if path == root or not path.is_relative_to(root):
             raise NotFound(f"data.dataset: {dataset!r} is not a directory below the tenant's data root")
         return path

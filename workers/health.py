@@ -42,6 +42,7 @@ class Health:
     def __init__(self, context: Context) -> None:
         self.context = context
         self.workers: dict[str, Seen] = {}
+        self.back = 0.0  # monotonic time at which the bus was last seen to be away
 
     async def beat(self, message: Heartbeat, _tokens: dict[str, str]) -> None:
         """Note a sign of life; a new pid after an order is a completed restart."""
@@ -79,12 +80,15 @@ class Health:
     async def look(self) -> None:
         """Find workers that fell silent, and busy ones that stopped moving."""
         settings, clock = self.context.config, time.monotonic()
+        if not self.context.bus.up.is_set():  # nobody's heartbeats arrive, and that is no fault of the workers
+            self.back = clock
+            return
         for name, seen in list(self.workers.items()):
             if seen.ordered or seen.role == ROLE:
                 if seen.ordered and clock - seen.restarts[-1] > settings.starting_s:
                     seen.ordered = False  # the new process never spoke: look at it again
                 continue
-            silent = clock - seen.beat
+            silent = clock - max(seen.beat, self.back)
             allowed = settings.starting_s if seen.state == "starting" else settings.beat_s * settings.missed
             if silent > allowed:
                 await self.restart(name, seen, f"no heartbeat for {silent:.1f} s")

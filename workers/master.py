@@ -7,7 +7,6 @@ Killed  at any moment: an order is handed out before the state that counts it is
 """
 
 import asyncio
-import contextlib
 import time
 from typing import Any
 
@@ -16,7 +15,7 @@ import msgspec
 from nexus_bus import progress, registry, worker
 from nexus_bus.bus import Bus, Delivery, Done, Durable, Outcome, Retry, ensure_job, ensure_tenant, remove_job
 from nexus_bus.clock import now
-from nexus_bus.errors import BadMessage, Conflict, NotFound, Refused
+from nexus_bus.errors import BadMessage, Conflict, NotFound, Refused, Unavailable
 from nexus_bus.plan import compile_plan
 from nexus_bus.worker import Context
 from schemas.control import JobReport, Role
@@ -56,12 +55,19 @@ class Master:
             try:
                 await self.report(tenant, message)
             except Conflict:
-                return Retry(0.05, "another master changed the job first")
+                return Retry(0.05, "another master changed the job first", counts=False)
         return Done()
 
     async def refuse_undecodable(self, delivery: Delivery, error: BadMessage) -> None:
         """A document that does not decode still gets its clear event."""
-        await self._refused(delivery.tenant, "_", delivery.msg_id, str(error))
+        await self.given_up(delivery, str(error))
+
+    async def given_up(self, delivery: Delivery, reason: str) -> None:
+        """The sender hears of what cannot be handled; a job whose report is lost would wait for ever, so it fails by name."""
+        if delivery.row.name == "job.report":
+            await self.end(delivery.tenant, delivery.tokens["job"], "failed", f"a report about the job was lost: {reason}")
+        else:
+            await self._refused(delivery.tenant, "_", delivery.msg_id, reason)
 
     async def submit(self, spec: JobSpec, tenant: str, submission: str) -> None:
         """Compile, admit and begin a job, or say why not."""
@@ -128,17 +134,25 @@ class Master:
     async def tick(self) -> None:
         """Begin what waited, end what ran out of its wall budget, finish closing what a killed master left."""
         for key in await self.kv.keys("job."):
-            entry = await self.kv.get(key, JobState)
-            if entry is None or entry.value.closed:
+            try:
+                await self._look(key)
+            except Conflict:  # another master was faster; the next tick sees what it wrote
                 continue
-            state = entry.value
-            tenant, job = state.plan.tenant, state.plan.spec.name
-            if state.phase in TERMINAL:
-                await self._closed(tenant, state)
-            elif state.deadline is not None and time.time() > state.deadline:
-                await self.end(tenant, job, "failed", f"budget.wall_s: {state.plan.spec.budget.wall_s:g} s are used up")
-            elif state.phase == "waiting":
-                await self._try_begin(tenant, job)
+            except Refused as error:  # one job that cannot be read or closed must not keep the others waiting
+                self.context.log.warning("a job could not be looked at", key=key, error=str(error))
+
+    async def _look(self, key: str) -> None:
+        entry = await self.kv.get(key, JobState)
+        if entry is None or entry.value.closed:
+            return
+        state = entry.value
+        tenant, job = state.plan.tenant, state.plan.spec.name
+        if state.phase in TERMINAL:
+            await self._closed(tenant, state)
+        elif state.deadline is not None and time.time() > state.deadline:
+            await self.end(tenant, job, "failed", f"budget.wall_s: {state.plan.spec.budget.wall_s:g} s are used up")
+        elif state.phase == "waiting":
+            await self._try_begin(tenant, job)
 
     async def _try_begin(self, tenant: str, job: str) -> None:
         key = registry.job_key(tenant, job)
@@ -288,16 +302,24 @@ async def main(context: Context) -> None:
 
     async def ticks() -> None:
         while not context.stop.is_set():
-            with contextlib.suppress(Conflict):  # another master was faster; the next tick sees what it wrote
+            try:
                 await master.tick()
+            except Unavailable as error:  # the bus comes back, and budgets and waiting jobs are looked at again
+                context.log.warning("jobs could not be looked at", error=str(error))
             await asyncio.sleep(TICK_S)
 
-    ticking = asyncio.create_task(ticks())
+    consuming = context.bus.consume(
+        DURABLE, master.handle, concurrency=1, stop=context.stop, on_bad=master.refuse_undecodable, on_dead=master.given_up
+    )
+    tasks = {asyncio.create_task(consuming), asyncio.create_task(ticks())}
     context.pulse.state = "running"
     try:
-        await context.bus.consume(DURABLE, master.handle, concurrency=1, stop=context.stop, on_bad=master.refuse_undecodable)
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        for task in done:  # one that failed ends the process, which the health manager starts anew
+            task.result()
     finally:
-        ticking.cancel()
+        for task in tasks:
+            task.cancel()
 
 
 def run(**options: Any) -> int:

@@ -48,11 +48,15 @@ def decode(row: SubjectEntry, payload: bytes, content_type: str | None = None, *
     except KeyError:
         raise BadMessage(f"{row.name}: Content-Type {kind!r}; use application/json or application/msgpack") from None
     try:
-        return decoder.decode(payload)
+        message = decoder.decode(payload)
+        if kind != CONTENT_TYPES["json"] and row.codec == "json":
+            # What it says is kept and sent on as JSON, which has no infinity: an unreadable copy would stop whoever reads it.
+            message = _decoder(wanted, CONTENT_TYPES["json"]).decode(_JSON.encode(message))
     except msgspec.ValidationError as error:
         raise BadMessage(f"{row.name}: {error}") from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BadMessage(f"{row.name}: not readable as {kind}: {error}") from None
+    return message
 
 
 def _decoder(wanted: type, kind: str) -> Any:

@@ -79,13 +79,21 @@ class Kv:
         return sorted(found)
 
     async def watch(self, prefix: str, kind: type[T]) -> AsyncIterator[tuple[str, Entry[T] | None]]:
-        """What is there, then every change as it happens; None for a key that was deleted."""
+        """What is there, then every change as it happens; None for a key that was deleted.
+
+        A value that is not of that type is logged and passed over: it must not end whoever watches for everybody else's sake.
+        """
         async with Reader(self._bus, self._stream, (self._filter(prefix),), "last_per_subject") as reader:
             async for msg in reader.all():
                 key = msg.subject.removeprefix(self._prefix)
                 if key.startswith(prefix):
                     deleted = bool(wire.get(msg, OPERATION))
-                    yield key, None if deleted else self._entry(key, msg.data, msg.metadata.sequence.stream, kind)
+                    try:
+                        entry = None if deleted else self._entry(key, msg.data, msg.metadata.sequence.stream, kind)
+                    except BadMessage as error:
+                        self._bus.log.warning("a stored value cannot be read", error=str(error))
+                        continue
+                    yield key, entry
 
     async def _write(self, key: str, data: bytes, given: dict[str, str], deadline: float) -> int:
         # The id makes a repeated write the same write: a compare-and-set whose answer was lost does not fail against itself.

@@ -119,9 +119,12 @@ def resolve_base(base: str) -> Path:
     """
     if base in SHIPPED:
         return SHIPPED[base]
-    path = Path(base).expanduser()
-    if (path / "config.json").is_file():
-        return path.resolve()
+    try:
+        path = Path(base).expanduser()
+        if (path / "config.json").is_file():
+            return path.resolve()
+    except (OSError, RuntimeError, ValueError) as error:  # too long, an unknown user's home, a zero byte
+        raise NotFound(f"base: {base[:80]!r} is not a directory's name: {error}") from None
     if base.count("/") == 1 and not path.is_absolute():
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError

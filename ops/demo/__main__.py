@@ -23,7 +23,8 @@ from ops.demo.workload import Workload, ensure_rendering, workloads
 from schemas.events import Event
 from schemas.plan import TERMINAL, JobState
 
-LIMIT_S = 600.0
+LIMIT_S = 570.0  # jobs that still run are cancelled, so that the whole ends within ten minutes
+WIDTH = 150
 SMOOTH = 32  # training episodes per point of a success curve
 
 
@@ -130,6 +131,8 @@ def main() -> int:
     arguments.out.mkdir(parents=True, exist_ok=True)
     logs.start("demo", "demo", "error")  # what happens is on the board; the workers' logs are in files
     console = Console()
+    if not console.is_terminal:
+        console = Console(width=WIDTH)  # a log: the table and the waterfall need room
     if (pid := running_up(arguments.out / "home")) is not None:
         console.print(f"A demo is running already as process {pid}; end it with `kill {pid}` or choose another --out.")
         return 2

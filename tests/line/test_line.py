@@ -44,6 +44,7 @@ async def test_an_sft_job_records_learns_and_is_evaluated_before_and_after(clien
     state = await ended(client, "sft-line")
     assert state.phase == "completed", state.reason
     assert state.frames > 10
+    assert state.metrics["lag"] == 0, "data was made by no policy"
     assert {"success_before", "success_after"} <= set(state.scores)
     versions = await client.policies("sft-line")
     assert [policy.id for policy in versions] == ["sft-line@0", "sft-line@1", "sft-line@2"]
