@@ -16,6 +16,9 @@ from schemas.plan import Phase, Plan
 from schemas.policy import ActionSpec, ObservationSpec, PolicyVersion
 from schemas.subjects import subject
 
+MAX_EPISODES = 10_000  # orders of one job on the queue; the stream takes 20,000 on a subject
+MAX_DATASET = 200  # characters of a dataset's directory
+
 # Rough costs on one CPU core at nano size, for the estimate alone.
 FORWARD_S, SFT_STEP_S, PPO_CHUNK_S = 0.004, 0.03, 0.0006
 
@@ -98,11 +101,24 @@ def _check_limits(spec: JobSpec) -> None:
         raise BadJob("budget.device_s: not served yet; use budget.wall_s")
     if spec.budget.wall_s is not None and spec.budget.wall_s < 1:
         raise BadJob(f"budget.wall_s: {spec.budget.wall_s:g} s leave no time to run")
-    dataset = PurePosixPath((spec.data.dataset if spec.data else None) or "_")
-    if dataset.is_absolute() or ".." in dataset.parts:
-        raise BadJob(f"data.dataset: {str(dataset)!r} is not a directory below your data root")
+    for field, asked in (
+        ("evaluation.episodes", spec.evaluation.episodes if spec.evaluation else 0),
+        ("data.expert.episodes", spec.data.expert.episodes if spec.data and spec.data.expert else 0),
+        ("algorithm.episodes_per_update times (staleness + 1)", _ahead(spec)),
+    ):
+        if asked > MAX_EPISODES:
+            raise BadJob(f"{field}: {asked}; at most {MAX_EPISODES} episodes are handed out at once")
+    dataset = (spec.data.dataset if spec.data else None) or "_"
+    path = PurePosixPath(dataset)
+    if path.is_absolute() or ".." in path.parts or not path.parts or not dataset.isprintable() or len(dataset) > MAX_DATASET:
+        raise BadJob(f"data.dataset: {dataset[:MAX_DATASET]!r} is not a directory below your data root")
     if isinstance(spec.algorithm, Sft) and spec.algorithm.warmup_steps > spec.algorithm.steps:
         raise BadJob(f"algorithm.warmup_steps: {spec.algorithm.warmup_steps} of {spec.algorithm.steps} steps")
+
+
+def _ahead(spec: JobSpec) -> int:
+    """Training episodes that may be on the queue together."""
+    return spec.algorithm.episodes_per_update * (spec.algorithm.staleness + 1) if isinstance(spec.algorithm, Ppo) else 0
 
 
 def _check_base(spec: JobSpec, backbone: BackboneInfo, init: PolicyVersion | JobSpec | None) -> None:

@@ -128,4 +128,4 @@ async def _beat(context: Context, every: float) -> None:
 def host_name() -> str:
     """Name of the supervising host: set by it for its children, else this machine's, reduced to a legal token."""
     raw = os.environ.get("NEXUS_HOST", socket.gethostname()).lower()
-    return "".join(c if c.isalnum() or c in "-_" else "-" for c in raw).strip("-_")[:63] or "host"
+    return "".join(c if (c.isascii() and c.isalnum()) or c in "-_" else "-" for c in raw).strip("-_")[:63] or "host"

@@ -33,7 +33,7 @@ class Heartbeat(Message, frozen=True, kw_only=True):
 
     role: Role
     worker: Name
-    host: str
+    host: Name
     pid: Count
     state: Literal["starting", "running", "draining"]
     busy: bool  # holds work it should be progressing on
@@ -47,7 +47,7 @@ class ProcessExit(Message, frozen=True, kw_only=True):
 
     role: Role
     worker: Name
-    host: str
+    host: Name
     pid: Count
     returncode: int
 

@@ -15,6 +15,9 @@ import structlog
 
 from nexus_bus.bus import Bus, EmbeddedServer, ensure_topology
 from nexus_bus.envs.rendering import probe
+from nexus_bus.models import process
+
+process.settings(1)  # before any test loads torch: one thread and one order of summation, however pytest was started
 
 structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
 

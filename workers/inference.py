@@ -250,9 +250,8 @@ class Inference:
 
     async def send(self, delivery: Delivery, reply: InferenceReply) -> None:
         """To the asker's inbox; a request without one is a tenant's fire and forget, and only its event remains."""
-        inbox = delivery.headers.get("Nexus-Reply-To", "")
-        if inbox:
-            await self.bus.cast_to(inbox, "infer.reply", reply)
+        if delivery.inbox:
+            await self.bus.cast_to(delivery.inbox, "infer.reply", reply)
 
     async def usage(self) -> None:
         """Publish what was used, every few seconds and at the end."""

@@ -83,7 +83,7 @@ class Loop:
             try:
                 delivery.decode()
             except BadMessage as error:
-                if self.on_bad is not None:
+                if self.on_bad is not None and delivery.named:
                     await self.on_bad(delivery, error)
                 await delivery.reject(str(error))
                 return

@@ -4,19 +4,15 @@ The server's own advisory fires only while somebody pulls, and a message past it
 ever. So consumers have no limit on the server; the count of deliveries is compared here.
 """
 
-import re
 from typing import TYPE_CHECKING
 
 from nexus_bus.bus import headers as wire
 from nexus_bus.clock import now
-from schemas.base import NAME_PATTERN
 from schemas.control import DeadLetter
 
 if TYPE_CHECKING:
     from nexus_bus.bus.connection import Bus
     from nexus_bus.bus.delivery import Delivery
-
-_NAME = re.compile(NAME_PATTERN)
 
 
 async def bury(bus: "Bus", delivery: "Delivery", reason: str) -> None:
@@ -31,7 +27,7 @@ async def bury(bus: "Bus", delivery: "Delivery", reason: str) -> None:
         headers=delivery.headers,
         payload=delivery.raw,
     )
-    tenant = delivery.tenant if _NAME.match(delivery.tenant) else "_"  # a hand-made subject may hold anything
+    tenant = delivery.tenant if delivery.named else "_"  # a hand-made subject may hold anything
     msg_id = f"dead/{delivery.stream}/{delivery.published_ns}/{delivery.seq}"  # a memory stream counts from 1 again
     await bus.publish("dead", letter, msg_id=msg_id, stream=delivery.stream.lower(), tenant=tenant)
 

@@ -1,6 +1,7 @@
 """One message as a consumer gets it, with the ways to answer it, and holding it while work goes on."""
 
 import asyncio
+import re
 import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Self
@@ -13,12 +14,14 @@ from nexus_bus.bus import headers as wire
 from nexus_bus.bus.codec import decode
 from nexus_bus.bus.dead import bury
 from nexus_bus.errors import BadMessage, Refused, Unavailable
-from schemas.base import BlobRef
+from schemas.base import NAME_PATTERN, BlobRef
 from schemas.subjects import SubjectEntry, parse
 
 if TYPE_CHECKING:
     from nexus_bus.bus.connection import Bus
 
+NAME = re.compile(NAME_PATTERN)
+INBOX = re.compile(r"_INBOX(\.[A-Za-z0-9_-]{1,64}){1,4}")
 ACK_S = 15.0  # an acknowledgement is repeated for this long: a restarting server is back by then
 ANSWER_S = 1.0
 
@@ -59,6 +62,17 @@ class Delivery:
         return self.headers.get(wire.MSG_ID, "") or f"{self.stream}-{self.seq}"
 
     @property
+    def named(self) -> bool:
+        """Whether the subject's tokens are names; a subject made by hand may hold anything, and belongs to nobody."""
+        return all(NAME.match(token) for token in self.tokens.values())
+
+    @property
+    def inbox(self) -> str:
+        """Where the asker wants the answer, if that is an inbox: with any other subject a tenant would speak as ourselves."""
+        given = self.headers.get(wire.REPLY_TO, "")
+        return given if INBOX.fullmatch(given) else ""
+
+    @property
     def age(self) -> float:
         """Seconds since the stream took it."""
         return time.time() - self.published_ns / 1e9
@@ -82,6 +96,8 @@ class Delivery:
         if self._decoded is None:
             if self._lost:
                 raise BadMessage(self._lost)
+            if not self.named:
+                raise BadMessage(f"{self.row.name}: the subject {self.subject!r} holds what is not a name")
             message = decode(self.row, self.payload, self.headers.get(wire.CONTENT_TYPE))
             for token in self.tokens.keys() & {"tenant", "job"}:
                 said = getattr(message, token, None)

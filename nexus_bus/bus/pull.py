@@ -244,6 +244,6 @@ OnDead = Callable[[Delivery, str], Awaitable[None]]
 
 async def give_up(delivery: Delivery, reason: str, on_dead: OnDead | None) -> None:
     """Tell who wants to know, then to the dead letters. In this order: a crash in between tells twice rather than never."""
-    if on_dead is not None:
+    if on_dead is not None and delivery.named:
         await on_dead(delivery, reason)
     await delivery.reject(reason)

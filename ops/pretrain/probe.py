@@ -83,7 +83,7 @@ def _probed(row: dict[str, Any]) -> list[float]:
     return [place[0], place[1], *tip, *(place - tip)]
 
 
-def ridge(x: Array, y: Array, test: Array, strength: float = 1e-2) -> Array:
+def ridge(x: Array, y: Array, test: Array, strength: float = 1e-3) -> Array:
     """Predictions for `test` of the linear map fitted from `x` to `y`."""
     mean, scale, level = x.mean(0), x.std(0) + 1e-6, y.mean(0)
     a = (x - mean) / scale
