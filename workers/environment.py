@@ -7,6 +7,7 @@ Killed  its sessions are gone: whoever held one opens another and plays the epis
 """
 
 import asyncio
+import signal
 import sys
 import time
 import uuid
@@ -18,8 +19,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from nexus_bus import worker
-from nexus_bus.bus import Bus, Delivery, Done, Durable, Incoming, Outcome, Service
+from nexus_bus import registry, worker
+from nexus_bus.bus import Bus, Delivery, Done, Durable, Incoming, Outcome, Service, die_with_parent
 from nexus_bus.clock import now
 from nexus_bus.data.reader import Dataset
 from nexus_bus.data.sampler import batch_indices
@@ -40,6 +41,7 @@ from schemas.environment import (
     SessionReply,
 )
 from schemas.job import EnvironmentSpec
+from schemas.plan import TERMINAL, JobState
 from schemas.training import TrainingBatch, TrainingSample
 from schemas.usage import Usage
 
@@ -75,6 +77,7 @@ class Environment:
     def __init__(self, context: Context) -> None:
         self.context = context
         self.bus: Bus = context.bus
+        self.kv = context.bus.kv("registry")
         self.root = Path(context.config.data_root)
         self.hosts: dict[tuple[str, str], asyncio.Task[SimulatorHost]] = {}  # one process per tenant and simulator kind
         self.idle: dict[tuple[str, bytes], list[tuple[SimulatorHost, int]]] = {}  # closed sessions, kept warm
@@ -239,8 +242,8 @@ class Environment:
     async def prepare(self, order: PrepareOrder) -> None:
         """Record from the expert if asked to, open the dataset, report its frames and statistics."""
         path = self.directory(order.tenant, order.dataset)
-        if order.expert is not None:
-            await self._record(order, path)
+        if order.expert is not None and not await self._record(order, path):
+            return
         dataset = await self._dataset(path)
         report = JobReport(
             job=order.job,
@@ -253,16 +256,31 @@ class Environment:
             "job.report", report, msg_id=f"{order.tenant}/{order.job}/prepared", tenant=order.tenant, job=order.job
         )
 
-    async def _record(self, order: PrepareOrder, path: Path) -> None:
+    async def _record(self, order: PrepareOrder, path: Path) -> bool:
+        """Whether the dataset is there; a job that ends meanwhile wants none."""
         document = msgspec.json.encode({"environment": order.environment, "expert": order.expert, "root": str(path)}).decode()
         # A child, because simulators are native code: if it dies, this worker and its sessions live.
         child = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "nexus_bus.data.record", document,
             stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, limit=1 << 20,
+            preexec_fn=die_with_parent(signal.SIGKILL),
         )  # fmt: skip
+        if child.stdout is None or child.stderr is None:  # both are pipes, by the call above
+            raise EnvironmentFault("recording demonstrations has no output to follow")
+        complaints = asyncio.create_task(child.stderr.read())
+        last, looked = b"", time.monotonic()
         try:
-            out, err = await child.communicate()
+            async for line in child.stdout:
+                last = line
+                self.context.pulse.progress += 1  # a long recording is not a wedged worker
+                if time.monotonic() - looked > SWEEP_S:
+                    looked = time.monotonic()
+                    if await self._over(order):
+                        return False
+            await child.wait()
+            err = await complaints
         finally:
+            complaints.cancel()
             if child.returncode is None:
                 child.kill()
         self.datasets.pop(path, None)
@@ -270,7 +288,12 @@ class Environment:
             tail = err.decode(errors="replace").strip().splitlines()[-1:] or ["no output"]
             self.context.log.error("recording failed", stderr=err.decode(errors="replace")[-4000:])
             raise EnvironmentFault(f"recording demonstrations ended with code {child.returncode}: {tail[0]}")
-        self.context.log.info("recorded", job=order.job, info=out.decode(errors="replace").strip().splitlines()[-1])
+        self.context.log.info("recorded", job=order.job, info=last.decode(errors="replace").strip())
+        return True
+
+    async def _over(self, order: PrepareOrder) -> bool:
+        entry = await self.kv.get(registry.job_key(order.tenant, order.job), JobState)
+        return entry is not None and entry.value.phase in TERMINAL
 
     async def _dataset(self, path: Path) -> Dataset:
         if path not in self.datasets:

@@ -7,6 +7,7 @@ Killed  at any moment: an order is handed out before the state that counts it is
 """
 
 import asyncio
+import re
 import time
 from typing import Any
 
@@ -18,6 +19,7 @@ from nexus_bus.clock import now
 from nexus_bus.errors import BadMessage, Conflict, NotFound, Refused, Unavailable
 from nexus_bus.plan import compile_plan
 from nexus_bus.worker import Context
+from schemas.base import NAME_PATTERN
 from schemas.control import JobReport, Role
 from schemas.events import EventType
 from schemas.job import JobCancel, JobSpec
@@ -29,6 +31,8 @@ ROLE: Role = "master"
 
 DURABLE = Durable(stream="JOBS", name="master", filters=("job.submit.*", "job.cancel.*", "job.report.*.*"), max_deliver=10)
 TICK_S = 1.0
+SWEEP_S = 30.0
+_NAME = re.compile(NAME_PATTERN)
 PROGRESS_S = 0.2  # at most one progress event per job in this time
 
 _ENDING: dict[str, EventType] = {"completed": "job.completed", "failed": "job.failed", "cancelled": "job.cancelled"}
@@ -140,6 +144,24 @@ class Master:
                 continue
             except Refused as error:  # one job that cannot be read or closed must not keep the others waiting
                 self.context.log.warning("a job could not be looked at", key=key, error=str(error))
+
+    async def sweep(self) -> None:
+        """Remove what is queued for jobs and tenants that nobody serves: it came after its job's end, or of no job at all."""
+        queued = {stream: await self.bus.queued(stream) for stream in ("TRAINING", "INFERENCE")}  # before the jobs are read
+        tenants = set(await self.kv.keys("tenant."))
+        for on in queued["INFERENCE"]:
+            if registry.tenant_key(on.split(".")[2]) not in tenants:
+                await self._drop("INFERENCE", on, queued)
+        for on in queued["TRAINING"]:
+            tenant, job = on.split(".")[2:]
+            named = _NAME.match(tenant) and _NAME.match(job)
+            entry = await self.kv.get(registry.job_key(tenant, job), JobState) if named else None
+            if entry is None or entry.value.closed:
+                await self._drop("TRAINING", on, queued)
+
+    async def _drop(self, stream: str, on: str, queued: dict[str, dict[str, int]]) -> None:
+        self.context.log.warning("removed what nobody serves", subject=on, messages=queued[stream][on])
+        await self.bus.drop(stream, on)
 
     async def _look(self, key: str) -> None:
         entry = await self.kv.get(key, JobState)
@@ -301,9 +323,13 @@ async def main(context: Context) -> None:
     master = Master(context)
 
     async def ticks() -> None:
+        swept = time.monotonic()
         while not context.stop.is_set():
             try:
                 await master.tick()
+                if (clock := time.monotonic()) >= swept + SWEEP_S:
+                    swept = clock
+                    await master.sweep()
             except Unavailable as error:  # the bus comes back, and budgets and waiting jobs are looked at again
                 context.log.warning("jobs could not be looked at", error=str(error))
             await asyncio.sleep(TICK_S)

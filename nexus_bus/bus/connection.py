@@ -317,6 +317,21 @@ class Bus:
         if stream is not None:
             await self.ask(f"$JS.API.STREAM.PURGE.{stream}", json.dumps({"filter": subject(name, **tokens)}).encode())
 
+    async def queued(self, stream: str) -> dict[str, int]:
+        """Messages per subject of a stream."""
+        found: dict[str, int] = {}
+        while True:
+            body = json.dumps({"subjects_filter": ">", "offset": len(found)}).encode()
+            info: dict[str, Any] = json.loads((await self.ask(f"$JS.API.STREAM.INFO.{stream}", body)).data)
+            page: dict[str, int] = info.get("state", {}).get("subjects") or {}
+            found |= page
+            if not page or len(found) >= int(info.get("total", 0)):
+                return found
+
+    async def drop(self, stream: str, on: str) -> None:
+        """Remove what is queued on one subject, whatever its tokens are."""
+        await self.ask(f"$JS.API.STREAM.PURGE.{stream}", json.dumps({"filter": on}).encode())
+
     async def depths(self) -> dict[str, dict[str, tuple[int, int]]]:
         """Per work queue and consumer: (waiting, delivered and unanswered)."""
         found: dict[str, dict[str, tuple[int, int]]] = {}

@@ -64,7 +64,7 @@ class Delivery:
     @property
     def named(self) -> bool:
         """Whether the subject's tokens are names; a subject made by hand may hold anything, and belongs to nobody."""
-        return all(NAME.match(token) for token in self.tokens.values())
+        return all(name == "_" or NAME.match(name) for name in self.tokens.values())
 
     @property
     def inbox(self) -> str:

@@ -101,9 +101,14 @@ def _episode(session: Session, expert: ExpertSpec, attempt: int) -> tuple[dict[s
 
 
 def main() -> None:
-    """Record what the document on the command line says, and print what was written as one line of JSON."""
+    """Record what the document on the command line says. Prints a line after each attempt, and what was written as the last."""
     order = msgspec.json.decode(sys.argv[1], type=Order)
-    info = record_expert(order.environment, order.expert, order.root)
+
+    def progress(kept: int, attempts: int) -> None:
+        sys.stdout.write(f'{{"episodes":{kept},"attempts":{attempts}}}\n')
+        sys.stdout.flush()
+
+    info = record_expert(order.environment, order.expert, order.root, progress)
     sys.stdout.write(msgspec.json.encode(info).decode() + "\n")
 
 

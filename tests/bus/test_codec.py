@@ -76,3 +76,16 @@ def test_encoding_another_type_is_a_programming_error() -> None:
         encode(BY_NAME["job.cancel"], SessionCall(op="reset"))
     with pytest.raises(TypeError, match="carries nothing"):
         encode(BY_NAME["job.cancel"], Tensor(dtype="bool", shape=(), data=b"1"), reply=True)
+
+
+def test_an_infinity_is_refused_where_it_would_be_kept_as_json() -> None:
+    algorithm = {"name": "ppo", "value_clip": float("inf")}
+    document = {"kind": "rl", "name": "pick", "environment": {"id": "tabletop", "task": "touch"}, "algorithm": algorithm}
+    with pytest.raises(BadMessage, match=r"\$\.algorithm\.value_clip"):
+        decode(BY_NAME["job.submit"], msgspec.msgpack.encode(document), "application/msgpack")
+
+
+def test_an_error_that_quotes_a_long_value_stays_short_and_names_the_field() -> None:
+    with pytest.raises(BadMessage, match=r"\$\.kind") as caught:
+        decode(BY_NAME["job.submit"], json.dumps({"kind": "x" * 1_000_000, "name": "pick"}).encode())
+    assert len(str(caught.value)) < 500

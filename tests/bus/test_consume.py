@@ -224,3 +224,37 @@ async def test_the_loop_goes_on_over_a_restart_of_the_server(crash: Any, put: An
     crash.restart()
     await put("after")
     await eventually(lambda: got == {"before", "after"})
+
+
+@pytest.mark.parametrize("tenant", ["ACME", "bücher"])
+async def test_a_subject_that_holds_what_is_not_a_name_is_a_dead_letter_of_nobody(
+    bus: Bus, consuming: Any, held: Any, eventually: Any, tenant: str
+) -> None:
+    told: list[str] = []
+
+    async def tell(delivery: Delivery, *_: object) -> None:
+        told.append(delivery.tenant)
+
+    async def handler(_: Delivery) -> Outcome:
+        raise AssertionError
+
+    consuming(handler, on_bad=tell, on_dead=tell)
+    await bus.publisher.send(f"job.cancel.{tenant}", b'{"job":"pick"}', {"Nats-Msg-Id": tenant}, 5.0)
+
+    async def buried() -> bool:
+        return await held("JOBS") == 0 and await held("DEAD") == 1
+
+    await eventually(buried)
+    assert told == []
+
+
+@pytest.mark.parametrize(
+    ("given", "taken"), [("_INBOX.a1.b-2", "_INBOX.a1.b-2"), ("job.report.b.pick", ""), ("_INBOX." + "x" * 5000, "")]
+)
+async def test_an_answer_goes_to_an_inbox_and_nowhere_else(bus: Bus, given: str, taken: str) -> None:
+    headers = {"Nats-Msg-Id": "one", "Nexus-Reply-To": given}
+    await bus.publisher.send("job.cancel.acme", b'{"job":"pick"}', headers, 5.0)
+    puller = await bus.pull(SLOW)
+    (delivery,) = await puller.get(1, wait=5.0)
+    assert delivery.inbox == taken
+    await puller.stop()

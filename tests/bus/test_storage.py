@@ -217,3 +217,13 @@ async def test_a_damaged_blob_is_never_returned(bus: Bus) -> None:
 
 def _name(ref: BlobRef) -> str:
     return base64.urlsafe_b64encode(ref.sha256.encode()).decode()
+
+
+async def test_a_stored_value_that_cannot_be_read_does_not_end_a_watch(bus: Bus) -> None:
+    kv = bus.kv("registry")
+    await kv.put("job.acme.bad", {"text": None})
+    await kv.put("job.acme.good", Note("fine"))
+    async with asyncio.timeout(5):
+        async for key, entry in kv.watch("job.", Note):
+            assert (key, entry and entry.value) == ("job.acme.good", Note("fine"))
+            break

@@ -119,6 +119,25 @@ async def test_a_malformed_document_gets_an_event_and_the_next_job_works(client:
     assert (await ended(client, "after-bad")).phase == "completed"
 
 
+@pytest.mark.parametrize("phase", ["preparing", "evaluating_before", "training"])
+async def test_a_cancelled_job_ends_at_once_and_leaves_nothing_queued(client: Client, phase: str) -> None:
+    name = f"cancelled-{phase.replace('_', '-')}"
+    spec = rl(name, updates=50)
+    await client.submit(spec)
+    ends = time.monotonic() + 60
+    while (state := await client.job(name)) is None or state.phase not in (phase, "training"):
+        assert time.monotonic() < ends
+        await asyncio.sleep(0.01)
+    await client.cancel(name, "enough")
+    state = await ended(client, name, within=10)
+    assert (state.phase, state.reason) == ("cancelled", "enough")
+    while any(f".{name}" in on for on in [*await client.bus.queued("TRAINING"), *await client.bus.queued("ROLLOUT")]):
+        assert time.monotonic() < ends + 60, "what came after the end is swept"
+        await asyncio.sleep(0.2)
+    with pytest.raises(BadJob, match="name"):
+        await client.submit(spec)
+
+
 async def ask(client: Client, request: InferenceRequest) -> InferenceReply:
     answers: asyncio.Queue[InferenceReply] = asyncio.Queue()
 

@@ -186,3 +186,20 @@ def test_the_compiler_loads_no_simulator_and_no_torch():
         "print(sorted({'torch', 'transformers', 'mujoco', 'gymnasium', 'nats'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("document", "field"),
+    [
+        (RL | {"evaluation": {"episodes": 2**31 - 1}}, "evaluation.episodes"),
+        (RL | {"algorithm": {"name": "ppo", "episodes_per_update": 4096, "staleness": 8}}, "algorithm.episodes_per_update"),
+        (SFT | {"data": {"expert": {"episodes": 2**31 - 1}}}, "data.expert.episodes"),
+        (SFT | {"data": {"dataset": "a\0b"}}, "data.dataset"),
+        (SFT | {"data": {"dataset": "."}}, "data.dataset"),
+        (SFT | {"data": {"dataset": "a" * 3000}}, "data.dataset"),
+    ],
+)
+def test_what_no_service_could_hold_is_refused(document: dict[str, Any], field: str):
+    said = refusal(document)
+    assert said.startswith(field)
+    assert len(said) < 400

@@ -42,7 +42,9 @@ def test_the_same_seed_records_the_same_bytes_in_a_process_of_its_own(tmp_path: 
     info = record_expert(GRID, expert, tmp_path / "one")
     document = msgspec.json.encode(Order(GRID, expert, str(tmp_path / "two"))).decode()
     done = subprocess.run([sys.executable, "-m", "nexus_bus.data.record", document], capture_output=True, text=True, check=True)
-    assert msgspec.json.decode(done.stdout.splitlines()[-1], type=type(info)) == info
+    *steps, last = done.stdout.splitlines()
+    assert msgspec.json.decode(last, type=type(info)) == info
+    assert len(steps) == info.attempts, "each attempt is told, so that a long recording is no wedged worker"
     one, two = (_digest(tmp_path / name) for name in ("one", "two"))
     assert one == two
     record_expert(GRID, msgspec.structs.replace(expert, seed=2), tmp_path / "two")

@@ -82,3 +82,9 @@ def test_an_unknown_base_is_refused(tmp_path: Path):
     (tmp_path / "config.json").write_text('{"model_type": "qwen3_vl"}')
     with pytest.raises(BadJob, match=r"no readable config\.json"):
         describe_backbone(str(tmp_path))
+
+
+@pytest.mark.parametrize("base", ["a" * 5000, "~no-such-user-here", "a\0b"])
+def test_a_base_that_cannot_be_a_path_is_refused(base: str):
+    with pytest.raises(NotFound, match=r"^base: "):
+        describe_backbone(base)

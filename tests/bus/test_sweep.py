@@ -1,0 +1,38 @@
+"""Work that nobody serves does not stay on the queues: it would fill them for everybody."""
+
+import asyncio
+from typing import Any, cast
+
+import structlog
+
+from nexus_bus import registry
+from nexus_bus.bus import Bus
+from nexus_bus.worker import Context, Pulse
+from schemas.job import JobSpec
+from schemas.plan import JobState, Plan
+from schemas.policy import ActionSpec, ObservationSpec
+from schemas.training import TrainingBatch
+from workers.master import Master
+
+
+def state(job: str, *, closed: bool) -> JobState:
+    plan = Plan(
+        tenant="acme", spec=JobSpec(kind="sft", name=job), phases=["waiting"], roles=[], subjects={}, max_steps=1, execute=1,
+        action=ActionSpec(size=1, low=[0.0], high=[1.0]), observation=ObservationSpec(cameras={}, state_size=1),
+        instructions=[], batches=1,
+    )  # fmt: skip
+    return JobState(plan=plan, phase="completed" if closed else "training", submission="s", submitted="now", closed=closed)
+
+
+async def test_the_master_removes_batches_of_ended_and_unknown_jobs_and_keeps_those_of_running_ones(bus: Bus) -> None:
+    kv = bus.kv("registry")
+    await kv.put(registry.job_key("acme", "runs"), state("runs", closed=False))
+    await kv.put(registry.job_key("acme", "ended"), state("ended", closed=True))
+    for job in ("runs", "ended", "unknown"):
+        batch = TrainingBatch(id=f"{job}/0", tenant="acme", job=job, batch=0, samples=[])
+        await bus.publish("train.batch", batch, msg_id=job, tenant="acme", job=job)
+    await bus.publisher.send("train.batch.ACME.x", b"{}", {}, 5.0)
+    assert len(await bus.queued("TRAINING")) == 4
+    context = Context("master", "master-0", bus, None, asyncio.Event(), Pulse(), cast(Any, structlog.get_logger()), "host")
+    await Master(context).sweep()
+    assert await bus.queued("TRAINING") == {"train.batch.acme.runs": 1}
