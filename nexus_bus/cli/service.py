@@ -36,14 +36,20 @@ home_option = click.option(
 @click.option("--rollout", type=click.IntRange(0, 64), default=1, show_default=True, help="Rollout workers.")
 @click.option("--environment", type=click.IntRange(0, 64), default=1, show_default=True, help="Environment workers.")
 @click.option("--port", type=click.IntRange(1, 65535), help="Port of the server; chosen once and kept in the home by default.")
+@click.option("--base", help="Backbone of inference and trainer workers: a shipped name, a directory or a hub id.")
 @click.option("--detach", is_flag=True, help="Go to the background once the server answers.")
-def up_command(home: Path, port: int | None, detach: bool, **counts: int) -> None:
+def up_command(home: Path, port: int | None, base: str | None, detach: bool, **counts: int) -> None:
     """Start a server and all workers on this machine. Ctrl-C ends them: workers first, the server last.
 
     More than one worker of a role share its work. `nexus worker ROLE` adds workers from any machine that reaches the server.
     """
     from nexus_bus import host, logs
 
+    if base is not None:
+        from nexus_bus.models.catalog import SHIPPED, describe_backbone
+
+        found = describe_backbone(base)  # a wrong one is refused here, not in every worker's log
+        os.environ["NEXUS_BASE"] = base if base in SHIPPED else str(found.path)
     if detach:
         _detach(home, port, counts)
         return

@@ -5,6 +5,7 @@ from typing import Any
 from nexus_bus.errors import ContractError
 from nexus_bus.learning.algorithms import Algorithm, Ppo, PpoWork, SftWork, make_algorithm
 from nexus_bus.models.backbone import Backbone
+from nexus_bus.models.catalog import describe_backbone
 from nexus_bus.models.checkpoint import load_weights
 from nexus_bus.models.contract import build_contract, check_contract
 from nexus_bus.models.slots import Slot, build_module
@@ -28,6 +29,8 @@ def begin_slot(
     plan, spec = state.plan, state.plan.spec
     if spec.algorithm is None:
         raise ContractError(f"{spec.name}: an eval job learns nothing")
+    if describe_backbone(spec.base).fingerprint != backbone.fingerprint:
+        raise ContractError(f"base: the job asks for {spec.base!r}, this service's trainers hold {backbone.info.name!r}")
     if initial is not None:
         contract = initial.contract
         check_contract(contract, backbone=backbone.info, action=plan.action, observation=plan.observation)

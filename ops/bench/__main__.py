@@ -23,7 +23,7 @@ from nexus_bus.envs.rendering import probe  # noqa: E402
 from nexus_bus.envs.session import Session  # noqa: E402
 from nexus_bus.models.backbone import Backbone  # noqa: E402
 from nexus_bus.models.cache import FeatureCache, encode_cached  # noqa: E402
-from nexus_bus.models.prompt import Prompt  # noqa: E402
+from ops.bench.prompts import noise_prompts  # noqa: E402
 from schemas.control import JobReport  # noqa: E402
 from schemas.job import EnvironmentSpec  # noqa: E402
 
@@ -75,19 +75,13 @@ async def bus_rates() -> dict[str, float]:
     return {"publish_1kb_per_s": MESSAGES / published, "consume_1kb_per_s": MESSAGES / consumed}
 
 
-def prompts(count: int) -> list[Prompt]:
-    """Different pictures of noise."""
-    rng = np.random.default_rng(0)
-    return [Prompt([rng.integers(0, 256, (96, 96, 3), dtype=np.uint8)], "touch the red block") for _ in range(count)]
-
-
 def model_ratios() -> dict[str, float]:
     """What group batching and the feature cache save, against one forward per tenant and sample."""
     backbone = Backbone.load("nexus-nano")
-    frames = prompts(TENANTS)
+    frames = noise_prompts(TENANTS)
     serial = timed(lambda: [backbone.encode([frame]) for frame in frames])
     grouped = timed(lambda: backbone.encode(frames))
-    shared = prompts(FRAMES)
+    shared = noise_prompts(FRAMES)
 
     def epochs(cache: FeatureCache | None) -> None:
         for _ in range(3):

@@ -53,8 +53,8 @@ async def demo(arguments: argparse.Namespace, console: Console) -> int:
     started = time.monotonic()
     out: Path = arguments.out
     rendering = ensure_rendering(console)
-    plans = workloads(arguments.seed, rendering=rendering, scale=arguments.scale)
-    async with Service(out / "home", console) as service:
+    plans = workloads(arguments.seed, rendering=rendering, scale=arguments.scale, base=arguments.base)
+    async with Service(out / "home", console, arguments.base) as service:
         client = await Client.connect(service.url, tenant=plans[0].tenant)
         clients = {plan.tenant: client.for_tenant(plan.tenant) for plan in plans}
         names = {(plan.tenant, plan.job.name): f"{plan.tenant} · {plan.job.name}" for plan in plans}
@@ -127,6 +127,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("runs/demo"))
     parser.add_argument("--scale", type=float, default=1.0, help="shorten the learning, for a quick look")
+    parser.add_argument("--base", help="another backbone: a directory or a hub id")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     logs.start("demo", "demo", "error")  # what happens is on the board; the workers' logs are in files

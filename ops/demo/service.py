@@ -19,7 +19,8 @@ STOP_S = 30.0
 class Service:
     """Server and workers in a fresh home directory, started on entry, drained and ended on exit."""
 
-    def __init__(self, home: Path, console: Console) -> None:
+    def __init__(self, home: Path, console: Console, base: str | None = None) -> None:
+        self.flags = ["--base", base] if base else []
         self.home = home
         self.console = console
         self.url = ""
@@ -31,7 +32,7 @@ class Service:
         log = (self.home / "up.log").open("wb")
         # A session of its own: Ctrl-C reaches the demo alone, which then ends its service in order.
         self.process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "nexus_bus.cli", "up", "--home", str(self.home),
+            sys.executable, "-m", "nexus_bus.cli", "up", "--home", str(self.home), *self.flags,
             stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
         )  # fmt: skip
         log.close()

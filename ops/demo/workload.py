@@ -25,12 +25,13 @@ class Workload(msgspec.Struct, frozen=True):
     warm: JobSpec | None = None
 
 
-def workloads(seed: int, *, rendering: bool, scale: float = 1.0) -> list[Workload]:
+def workloads(seed: int, *, rendering: bool, scale: float = 1.0, base: str | None = None) -> list[Workload]:
     """Read the job documents; the seed reaches every one of them, and `scale` shortens the learning for a quick look."""
     found: list[Workload] = []
     for path in sorted(JOBS.glob("*.toml")):
         document = tomllib.loads(path.read_text())
-        jobs = {key: _spec(document[key], seed, rendering, scale) for key in ("warm", "job") if key in document}
+        shared = {"base": base} if base else {}
+        jobs = {key: _spec(document[key] | shared, seed, rendering, scale) for key in ("warm", "job") if key in document}
         found.append(Workload(document["tenant"], jobs["job"], jobs.get("warm")))
     return found
 
