@@ -1,4 +1,4 @@
-"""`python -m ops.bench.gpu`: the backbone on CUDA, both profiles, against the CPU's exact features. Untried until it has printed."""
+"""`python -m ops.bench.gpu`: the backbone on CUDA, both profiles, against the CPU's exact features. No GPU has run it yet."""
 
 import sys
 
