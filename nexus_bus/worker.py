@@ -9,7 +9,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -105,6 +105,22 @@ async def _serve(role: Role, name: str, settings: Any, main: Main) -> int:
         await traces.stop()
         await bus.close()
     return code
+
+
+async def side_by_side(*work: Coroutine[Any, Any, None]) -> None:
+    """Run a role's loops until the first one ends; raise what it raised.
+
+    Only a drain ends one well. One that failed ends the process, and the health manager starts it anew: a worker that lives
+    without one of its loops would look healthy and do half its work.
+    """
+    tasks = {asyncio.create_task(loop) for loop in work}
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
 
 
 async def _beat(context: Context, every: float) -> None:

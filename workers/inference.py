@@ -292,16 +292,10 @@ async def main(context: Context) -> None:
     process.settings(context.config.threads)
     inference = Inference(context)
     await inference.load()
-    background = [asyncio.create_task(inference.tenants()), asyncio.create_task(inference.usage())]
     context.pulse.state = "running"
-    serving = asyncio.create_task(inference.serve())
     try:
-        done, _ = await asyncio.wait({serving, *background}, return_when=asyncio.FIRST_COMPLETED)
-        for task in done:  # a background task that ended by itself failed: end the process, the health manager starts it anew
-            task.result()
+        await worker.side_by_side(inference.serve(), inference.tenants(), inference.usage())
     finally:
-        for task in (serving, *background):
-            task.cancel()
         await inference.rounds.stop()
         await inference.flush()
 

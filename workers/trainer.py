@@ -264,16 +264,8 @@ async def main(context: Context) -> None:
     process.settings(context.config.threads)
     trainer = Trainer(context)
     await trainer.load()
-    background = [asyncio.create_task(work()) for work in (trainer.watch, trainer.hold, trainer.tick)]
     context.pulse.state = "running"
-    serving = asyncio.create_task(trainer.serve())
-    try:
-        done, _ = await asyncio.wait({serving, *background}, return_when=asyncio.FIRST_COMPLETED)
-        for task in done:  # a background task that ended by itself failed: end the process, the health manager starts it anew
-            task.result()
-    finally:
-        for task in (serving, *background):
-            task.cancel()
+    await worker.side_by_side(trainer.serve(), trainer.watch(), trainer.hold(), trainer.tick())
 
 
 def run(**options: Any) -> int:
