@@ -6,10 +6,10 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 # One thread and one order of summation: what tests compare to the bit must not depend on the machine's size.
 TESTS := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE MKL_CBWR=AUTO,STRICT $(BIN)/python -m pytest
 
-.PHONY: help demo test test-slow check format schemas bench install dev clean distclean
+.PHONY: help demo test test-slow check format schemas bench bench-models install dev clean distclean
 
 help:  ## What there is
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | awk -F '\t' '{ printf "  make %-10s %s\n", $$1, $$2 }'
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | awk -F '\t' '{ printf "  make %-12s %s\n", $$1, $$2 }'
 
 demo: install  ## Four tenants' jobs at once, about six minutes; runs/demo/ has the results
 	@$(BIN)/python -m ops.demo $(ARGS)
@@ -36,6 +36,9 @@ schemas: dev  ## Write schemas/generated/ from schemas/*.py
 
 bench: install  ## Measure the line
 	$(BIN)/python -m ops.bench $(ARGS)
+
+bench-models: install  ## Measure what sharing one backbone is worth, about five minutes; runs/bench/ has the results
+	@$(BIN)/python -m ops.bench.models $(ARGS)
 
 install:  ## Make .venv with what running needs
 	@ops/setup.sh all

@@ -26,6 +26,7 @@ FILE = "NEXUS_CONFIG"
 Whole = Annotated[int, Meta(ge=1)]
 Time = Annotated[float, Meta(gt=0)]
 Bytes = Annotated[int, Meta(ge=0)]
+Count = Annotated[int, Meta(ge=0)]
 
 
 def home() -> Path:
@@ -55,7 +56,7 @@ class MasterConfig(Common, frozen=True, kw_only=True):
 class EnvironmentConfig(Common, frozen=True, kw_only=True):
     """Environment Service."""
 
-    data_root: str = field(default_factory=lambda: str(home() / "datasets"))  # a directory per tenant
+    data_root: str = field(default_factory=lambda: str(home() / "datasets"))  # a directory per tenant, and public/
     sessions: Whole = 128  # held at once
     feeds: Whole = 8  # datasets read or recorded side by side
     call_timeout_s: Time = 20.0  # a simulator that takes longer is ended
@@ -86,16 +87,25 @@ class ModelConfig(Common, frozen=True, kw_only=True):
 class InferenceConfig(ModelConfig, frozen=True, kw_only=True):
     """Inference."""
 
-    batch: Whole = 32  # B: samples per group
-    wait_ms: Annotated[float, Meta(ge=0)] = 4.0  # T: a group closes this long after its first request
-    slots: Whole = 64  # policy versions kept loaded
+    batch: Whole = 32  # B: samples per group at most; the knee of the measured batch curve where that is less
+    wait_ms: Annotated[float, Meta(ge=0)] = 20.0  # T: nobody waits longer for a group to fill; less where waiting does not pay
+    slots: Whole = 64  # policy versions ready to act …
+    slot_bytes: Bytes = 1024 * MB  # … and their size, on the device; the others are paged out
+    slot_host_bytes: Bytes = 1024 * MB  # with a GPU: weights kept in host memory
+    slot_dir: str | None = field(default_factory=lambda: str(home() / "slots"))  # paged-out weights; "none": fetched again
+    slot_disk_bytes: Bytes = 4096 * MB
+    canary_every: Count = 100  # one answer in so many is made again alone and compared; 0: none
 
 
 class TrainerConfig(ModelConfig, frozen=True, kw_only=True):
     """Trainer."""
 
-    slots: Whole = 16  # jobs held at once
+    slots: Whole = 512  # jobs held at once
+    slot_bytes: Bytes = 2048 * MB  # of slots at work, on the device; the others are parked
+    slot_host_bytes: Bytes = 1024 * MB  # of parked ones in host memory; the rest on disk
+    slot_dir: str | None = field(default_factory=lambda: str(home() / "parked"))  # "none": all parked ones in host memory
     commit_every: Whole = 50  # SFT steps between commits
+    canary_every: Count = 100  # one sample in so many is encoded again alone and compared; 0: none
     group_wait_ms: Annotated[float, Meta(ge=0)] = 2.0  # T of the group batch
     lease_s: Annotated[float, Meta(ge=1)] = 6.0  # a slot is taken over this long after its holder fell silent
 

@@ -7,7 +7,8 @@ NexusError
 │   ├── ContractError  policy, environment and data do not fit each other
 │   └── NotFound       a version, job, dataset or environment that does not exist
 ├── Unavailable        it may work later: broker away, queue full, no worker yet
-│   └── Conflict       somebody else changed it first (compare-and-set failed, lease lost)
+│   ├── Conflict       somebody else changed it first (compare-and-set failed, lease lost)
+│   └── Unreadable     what this worker had put aside is damaged; the job goes on from its last commit
 └── EnvironmentFault   a simulator crashed, hung or refused; costs a retry, is never a reward
 """
 
@@ -60,6 +61,12 @@ class Conflict(Unavailable):
     code = "conflict"
 
 
+class Unreadable(Unavailable):
+    """What this worker had put aside cannot be read back; the job goes on from its last commit."""
+
+    code = "unreadable"
+
+
 class EnvironmentFault(NexusError):
     """A simulator crashed, hung or refused. It costs a retry and is never a reward."""
 
@@ -73,5 +80,16 @@ def from_code(code: str, text: str) -> NexusError:
 
 _BY_CODE: dict[str, type[NexusError]] = {
     kind.code: kind
-    for kind in (NexusError, Refused, BadMessage, BadJob, ContractError, NotFound, Unavailable, Conflict, EnvironmentFault)
+    for kind in (
+        NexusError,
+        Refused,
+        BadMessage,
+        BadJob,
+        ContractError,
+        NotFound,
+        Unavailable,
+        Conflict,
+        Unreadable,
+        EnvironmentFault,
+    )
 }

@@ -10,8 +10,10 @@ import msgspec
 
 from nexus_bus.envs.catalog import EnvDescription, describe
 from nexus_bus.errors import BadJob
-from nexus_bus.models.catalog import HEADS, BackboneInfo, check_head, describe_backbone
-from schemas.job import EvaluationSpec, HeadSpec, JobSpec, Ppo, Sft
+from nexus_bus.models.bases import BackboneInfo, check_backbone, describe_backbone
+from nexus_bus.models.catalog import HEADS, check_head, head_entry, head_layers
+from schemas.base import PUBLIC
+from schemas.job import EvaluationSpec, HeadSpec, JobSpec, LoraSpec, Ppo, Sft
 from schemas.plan import Phase, Plan
 from schemas.policy import ActionSpec, ObservationSpec, PolicyVersion
 from schemas.subjects import subject
@@ -47,12 +49,19 @@ def compile_plan(spec: JobSpec, tenant: str, init: PolicyVersion | JobSpec | Non
     _check_limits(spec)
     backbone = describe_backbone(spec.base)
     _check_base(spec, backbone, init)
-    head = _head(spec, init)
+    head, lora = _head(spec, init), _lora(spec, backbone, init)
     environment = describe(spec.environment) if spec.environment is not None else None
     _check_environment(spec, environment, head, backbone)
     action, observation = _spaces(spec, environment, init)
+    check_backbone(
+        backbone,
+        tier="frozen" if spec.kind == "eval" else spec.tier,
+        layers=head_layers(head, backbone.layers),
+        cameras=len(observation.cameras),
+        suffix=head_entry(head.type).suffix,
+    )
     notes = _notes(spec, init)
-    spec = msgspec.structs.replace(spec, head=head, algorithm=_algorithm(spec), evaluation=_evaluation(spec))
+    spec = msgspec.structs.replace(spec, head=head, lora=lora, algorithm=_algorithm(spec), evaluation=_evaluation(spec))
     parts = _Parts(spec, head, environment, action, observation)
     execute = (spec.environment.execute if spec.environment else None) or head.horizon
     phases = _phases(spec)
@@ -75,8 +84,8 @@ def compile_plan(spec: JobSpec, tenant: str, init: PolicyVersion | JobSpec | Non
 
 
 def _check_kind(spec: JobSpec) -> None:
-    if spec.tier == "lora":
-        raise BadJob("tier: 'lora' is not served yet; use 'frozen'")
+    if spec.lora is not None and spec.tier != "lora":
+        raise BadJob('lora: needs tier = "lora"')
     if spec.kind == "eval":
         if spec.init is None:
             raise BadJob('init: an eval job names the policy version it evaluates, e.g. init = "pick@3"')
@@ -112,6 +121,8 @@ def _check_limits(spec: JobSpec) -> None:
     path = PurePosixPath(dataset)
     if path.is_absolute() or ".." in path.parts or not path.parts or not dataset.isprintable() or len(dataset) > MAX_DATASET:
         raise BadJob(f"data.dataset: {dataset[:MAX_DATASET]!r} is not a directory below your data root")
+    if spec.data is not None and spec.data.expert is not None and len(path.parts) > 1 and path.parts[0] == PUBLIC:
+        raise BadJob(f"data.dataset: {dataset!r} is read by every tenant and recorded by none; name a directory of your own")
     if isinstance(spec.algorithm, Sft) and spec.algorithm.warmup_steps > spec.algorithm.steps:
         raise BadJob(f"algorithm.warmup_steps: {spec.algorithm.warmup_steps} of {spec.algorithm.steps} steps")
 
@@ -140,17 +151,36 @@ def _head(spec: JobSpec, init: PolicyVersion | JobSpec | None) -> HeadSpec:
     return head
 
 
+def _lora(spec: JobSpec, backbone: BackboneInfo, init: PolicyVersion | JobSpec | None) -> LoraSpec | None:
+    """The adapter a job trains: what `lora` says, else what it inherits, else the defaults."""
+    inherited = init.contract.lora if isinstance(init, PolicyVersion) else init.lora if init is not None else None
+    if isinstance(init, JobSpec) and init.tier == "lora" and inherited is None:
+        inherited = LoraSpec()
+    if spec.tier != "lora":
+        if inherited is not None and spec.kind != "eval":
+            raise BadJob(f'tier: {spec.init} has an adapter, and its head was trained with it; use tier = "lora"')
+        return None
+    lora = spec.lora or inherited or LoraSpec()
+    if inherited is not None and msgspec.structs.replace(lora, learning_rate=inherited.learning_rate) != inherited:
+        has = f"rank {inherited.rank}, alpha {inherited.alpha:g}, targets {', '.join(inherited.targets)}"
+        raise BadJob(f"lora: {spec.init} has another adapter ({has}); leave `lora` out to inherit it")
+    if lora.last_layers > backbone.layers:
+        raise BadJob(f"lora.last_layers: {lora.last_layers}, but {backbone.name} has {backbone.layers}")
+    return lora
+
+
 def _check_environment(spec: JobSpec, environment: EnvDescription | None, head: HeadSpec, backbone: BackboneInfo) -> None:
-    if head.horizon > backbone.query_tokens:
+    entry = head_entry(head.type)
+    if entry.queries and head.horizon > backbone.query_tokens:
         raise BadJob(f"head.horizon: {head.horizon}, but {backbone.name} takes at most {backbone.query_tokens}")
     execute = spec.environment.execute if spec.environment else None
     if execute is not None and execute > head.horizon:
         raise BadJob(f"environment.execute: {execute} actions of a chunk of {head.horizon}")
-    if spec.kind == "rl" and not HEADS[head.type].rl:
+    if spec.kind == "rl" and not entry.rl:
         able = ", ".join(name for name, entry in HEADS.items() if entry.rl)
         raise BadJob(f"head.type: {head.type!r} has no log-prob for reinforcement learning; use {able}")
-    if spec.tier not in HEADS[head.type].tiers:
-        raise BadJob(f"tier: {head.type!r} needs {' or '.join(HEADS[head.type].tiers)}")
+    if spec.kind != "eval" and spec.tier not in entry.tiers:
+        raise BadJob(f"tier: {head.type!r} needs {' or '.join(entry.tiers)}")
     if spec.data is not None and spec.data.expert is not None and environment is not None and not environment.expert:
         raise BadJob(
             f"data.expert: {spec.environment.id if spec.environment else ''} has no scripted expert; give data.dataset"

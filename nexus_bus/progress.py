@@ -117,6 +117,7 @@ def _rollout(state: JobState, purpose: str, batch: int, index: int, version: str
         max_steps=plan.max_steps,
         execute=plan.execute,
         success=protocol.success if protocol else "any_step",
+        latency_ms=plan.latency_ms,
     )
     return "rollout.run", f"{plan.tenant}/{spec.name}/{purpose}/{batch}/{index}", order
 

@@ -21,6 +21,17 @@ def policy_key(tenant: str, job: str, n: int) -> str:
     return f"policy.{tenant}.{job}.{n}"
 
 
+def policies_prefix(tenant: str = "", job: str = "") -> str:
+    """Prefix of the keys of all versions of a job, of a tenant, or of everybody."""
+    return ".".join(["policy", *filter(None, (tenant, job)), ""])
+
+
+def policy_of(key: str) -> tuple[str, str, int]:
+    """(tenant, job, n) of a version's key."""
+    _, tenant, job, n = key.split(".")
+    return tenant, job, int(n)
+
+
 def state_key(tenant: str, job: str) -> str:
     """TrainingState."""
     return f"state.{tenant}.{job}"

@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from nexus_bus.worker import Context
 
 
+SAFETENSORS = "application/x-safetensors"
+
+
 class Leases:
     """Slot leases in the KV bucket `leases`. A holder keeps its name over a restart, so it takes its own lease back at once."""
 
@@ -89,6 +92,7 @@ class Seat:
     slot: Any  # models.slots.Slot
     algorithm: Any  # learning.algorithms
     executor: Executor
+    parking: Any  # learning.parking.Parking
     needed: int  # records per batch
     trained: TrainingState | None
     revision: int  # of the registry's training state
@@ -104,7 +108,9 @@ class Seat:
     receiver: asyncio.Task[None] | None = None
 
     @classmethod
-    async def open(cls, context: "Context", state: JobState, lease: Lease, backbone: Any, executor: Executor) -> "Seat":
+    async def open(
+        cls, context: "Context", state: JobState, lease: Lease, backbone: Any, executor: Executor, parking: Any
+    ) -> "Seat":
         """Resume from the last commit, or begin: version 0 is published before anything is learned.
 
         Raises:
@@ -119,6 +125,7 @@ class Seat:
         entry = await kv.get(registry.state_key(tenant, job), TrainingState)
         initial: PolicyVersion | None = None
         weights: bytes | None = None
+        adapter: bytes | None = None
         if state.init:
             parent, _, n = state.init.partition("@")
             found = await kv.get(registry.policy_key(tenant, parent, int(n)), PolicyVersion)
@@ -126,13 +133,14 @@ class Seat:
                 raise NotFound(f"init: no version {state.init!r}")
             initial = found.value
             weights = await bus.blobs.get(initial.weights)
+            adapter = await bus.blobs.get(initial.adapter) if initial.adapter is not None else None
         loop = asyncio.get_running_loop()
         slot, algorithm = await loop.run_in_executor(
-            executor, begin_slot, state, backbone, derive_seed(plan.spec.seed, "slot"), initial, weights
+            executor, begin_slot, state, backbone, derive_seed(plan.spec.seed, "slot"), initial, weights, adapter
         )
         spec = plan.spec.algorithm
         needed = spec.episodes_per_update if isinstance(spec, Ppo) else 1
-        seat = cls(context, tenant, job, state, lease, slot, algorithm, executor, needed, None, 0)
+        seat = cls(context, tenant, job, state, lease, slot, algorithm, executor, parking, needed, None, 0)
         if entry is not None:
             data = await bus.blobs.get(entry.value.state)
             await loop.run_in_executor(executor, restore_training_state, slot, data)
@@ -169,7 +177,8 @@ class Seat:
         messages = [batch[index][0] for index in sorted(batch)]
         self.current = [batch[index][1] for index in sorted(batch)]
         self._lag = sum(_lag(message, self.version) for message in messages)
-        return Member(self.slot, self.algorithm, work_of(self.algorithm, messages, self.slot.contract))
+        public = all(getattr(message, "public", False) for message in messages)  # rollout records are always the tenant's own
+        return Member(self.slot, self.algorithm, work_of(self.algorithm, messages, self.slot.contract), public)
 
     def note(self, result: "MemberResult", tenants: int) -> None:
         """Count a learned batch; it is acknowledged at the next commit."""
@@ -229,10 +238,10 @@ class Seat:
         version = self.version + 1 if publish else self.version
         self.slot.version = version  # PPO tells fresh records from stale ones by it
         with telemetry.span("training.commit", root=True, tenant=self.tenant, job=self.job, learned=self.learned):
-            state_bytes, weights = await asyncio.get_running_loop().run_in_executor(self.executor, self._serialise, publish)
+            state_bytes, files = await asyncio.get_running_loop().run_in_executor(self.executor, self._serialise, publish)
             state_ref = await bus.blobs.put(state_bytes)
-            if weights is not None:
-                await self._publish(version, weights)
+            if files is not None:
+                await self._publish(version, *files)
             before = self.trained
             trained = TrainingState(
                 tenant=self.tenant,
@@ -264,14 +273,22 @@ class Seat:
             await bus.blobs.delete(before.state)
         self.lag_sum, self.group_sum, self.groups = 0.0, 0.0, 0
 
-    def _serialise(self, publish: bool) -> tuple[bytes, bytes | None]:
-        from nexus_bus.models.checkpoint import training_state_bytes, weights_bytes
+    def _serialise(self, publish: bool) -> tuple[bytes, tuple[bytes, bytes | None] | None]:
+        """Training state; and, of a version to publish, the weights of head and adapter."""
+        from nexus_bus.models.checkpoint import adapter_bytes, training_state_bytes, weights_bytes
 
-        return training_state_bytes(self.slot), weights_bytes(self.slot.module) if publish else None
+        if lost := self.parking.use([self.slot]):
+            raise lost[0]
+        state = training_state_bytes(self.slot)
+        if not publish:
+            return state, None
+        adapter = adapter_bytes(self.slot.adapter) if self.slot.adapter is not None else None
+        return state, (weights_bytes(self.slot.module), adapter)
 
-    async def _publish(self, n: int, weights: bytes) -> None:
+    async def _publish(self, n: int, weights: bytes, adapter: bytes | None) -> None:
         bus, kv = self.context.bus, self.context.bus.kv("registry")
-        ref = await bus.blobs.put(weights, media_type="application/x-safetensors")
+        ref = await bus.blobs.put(weights, media_type=SAFETENSORS)
+        adapter_ref = await bus.blobs.put(adapter, media_type=SAFETENSORS) if adapter is not None else None
         parent = f"{self.job}@{n - 1}" if n > 0 else (self.state.init or None)
         policy = PolicyVersion(
             id=f"{self.job}@{n}",
@@ -281,6 +298,7 @@ class Seat:
             parent=parent,
             contract=self.slot.contract,
             weights=ref,
+            adapter=adapter_ref,
             created=now(),
             step=self.slot.step,
             records=(self.trained.records if self.trained else 0) + len(self.uncommitted),
@@ -292,10 +310,14 @@ class Seat:
         start = time.time_ns()
         try:
             await kv.create(key, policy)
+            # Content that was there already may have gone with the last version that named it, just before this one did.
+            await bus.blobs.put(weights, media_type=SAFETENSORS)
+            if adapter is not None:
+                await bus.blobs.put(adapter, media_type=SAFETENSORS)
         except Conflict:
             # A holder that died between version and commit left it; the replay came to the same weights, or something is wrong.
             known = await kv.get(key, PolicyVersion)
-            if known is None or known.value.weights.sha256 != ref.sha256:
+            if known is None or (known.value.weights, known.value.adapter) != (ref, adapter_ref):
                 raise Conflict(f"{policy.id} exists with other weights: another trainer published it") from None
         for delivery in self.current:
             telemetry.record_span(
@@ -340,6 +362,7 @@ class Seat:
             self.receiver.cancel()
         if self.puller is not None:
             await self.puller.stop()
+        await asyncio.get_running_loop().run_in_executor(self.executor, self.parking.drop, self.slot)
         for delivery in list(self.held()):
             await delivery.nak(0.0)
 

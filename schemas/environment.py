@@ -67,7 +67,7 @@ class PrepareOrder(Message, frozen=True, kw_only=True):
 
     tenant: Name
     job: Name
-    dataset: str  # directory below the tenant's data root
+    dataset: str  # directory below the tenant's data root, or public/<directory>
     environment: EnvironmentSpec | None = None  # with `expert`
     expert: ExpertSpec | None = None  # unset: the dataset must exist
 

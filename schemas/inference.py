@@ -1,5 +1,9 @@
 """The Inference Queue. Rollout (or a tenant) → inference → the asker's inbox."""
 
+from typing import Annotated
+
+from msgspec import Meta
+
 from schemas.base import Message, Name, PolicyId, Seed, Tensor
 from schemas.environment import Observation
 
@@ -13,6 +17,7 @@ class InferenceRequest(Message, frozen=True, kw_only=True):
     observation: Observation
     greedy: bool = True  # the head's mean or its deterministic path; False samples with `seed`
     seed: Seed = 0
+    latency_ms: Annotated[float, Meta(ge=0)] = 0.0  # longest wait for its group to fill; 0: the worker's own bound
     deadline: float = 0.0  # unix seconds after which nobody waits for the answer; 0: none
 
 

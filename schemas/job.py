@@ -21,6 +21,16 @@ class HeadSpec(Document, frozen=True, kw_only=True):
     options: dict[str, Scalar] = {}  # e.g. hidden, layers, heads: see `nexus catalog`
 
 
+class LoraSpec(Document, frozen=True, kw_only=True):
+    """The tenant's private low-rank adapter on the shared language model (tier `lora`)."""
+
+    rank: Annotated[int, Meta(ge=1, le=256)] = 8
+    alpha: Annotated[float, Meta(gt=0, le=1024)] = 16.0  # the deltas are scaled by alpha / rank
+    targets: Annotated[tuple[str, ...], Meta(min_length=1, max_length=16)] = ("q_proj", "v_proj")  # linear layers, by last name
+    last_layers: Annotated[int, Meta(ge=0, le=1024)] = 0  # adapt the last so many layers of the language model; 0: all
+    learning_rate: Rate = 1e-4  # peak of the adapter; the head has the algorithm's
+
+
 class EnvironmentSpec(Document, frozen=True, kw_only=True):
     """Which simulator, and how it is shown to the policy."""
 
@@ -42,7 +52,7 @@ class ExpertSpec(Document, frozen=True, kw_only=True):
 class DataSpec(Document, frozen=True, kw_only=True):
     """Where SFT reads from: a LeRobot dataset of this tenant, or one recorded from an expert first."""
 
-    dataset: str | None = None  # a directory below the tenant's data root
+    dataset: str | None = None  # a directory below the tenant's data root, or public/<directory>, which all may read
     expert: ExpertSpec | None = None
 
 
@@ -89,6 +99,13 @@ class Budget(Document, frozen=True, kw_only=True):
     device_s: Seconds | None = None
 
 
+class RetentionSpec(Document, frozen=True, kw_only=True):
+    """Which policy versions of the job keep their weights. Pinned ones and those in use are kept besides."""
+
+    keep: Positive = 100  # the newest so many
+    every: Annotated[int, Meta(ge=0)] = 0  # besides, every such number for good: 10 keeps @0, @10, @20 …; 0: none
+
+
 class EvaluationSpec(Document, frozen=True, kw_only=True):
     """The protocol of a score; it is stored with every score it produced."""
 
@@ -107,12 +124,14 @@ class JobSpec(Document, frozen=True, kw_only=True):
     base: str = "nexus-nano"  # the shipped backbone, a directory, or a hub id
     head: HeadSpec | None = None  # unset with `init`: the head of that policy
     tier: Literal["frozen", "lora"] = "frozen"
+    lora: LoraSpec | None = None  # of tier `lora`; unset: its defaults, or with `init` the adapter of that policy
     init: PolicyRef | None = None  # start from (or evaluate) this policy of the same tenant
     environment: EnvironmentSpec | None = None
     data: DataSpec | None = None
     algorithm: Sft | Ppo | None = None  # defaults by kind
     budget: Budget = Budget()
     evaluation: EvaluationSpec | None = None
+    retention: RetentionSpec | None = None  # unset: its defaults
     seed: Seed = 0
 
 

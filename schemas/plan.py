@@ -1,6 +1,8 @@
 """A compiled job: what runs where, with which sizes. Printed by `nexus plan` and kept by the master."""
 
-from typing import Literal
+from typing import Annotated, Literal
+
+from msgspec import Meta
 
 from schemas.base import Count, Message, Name, Positive, Seconds
 from schemas.job import JobSpec
@@ -26,6 +28,7 @@ class Plan(Message, frozen=True, kw_only=True):
     execute: Positive  # actions executed per chunk
     instructions: list[str]  # examples of what the policy will be told
     batches: Count  # SFT batches or RL updates
+    latency_ms: Annotated[float, Meta(ge=0)] = 20.0  # longest wait of an inference request for its group to fill
     estimates: dict[str, float] = {}  # environment_steps, inference_requests, records, device_s …
     notes: list[str] = []
 

@@ -4,8 +4,10 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from schemas.base import BlobRef, Count, Message, Name, PolicyId, Positive, Seed
-from schemas.job import HeadSpec
+from schemas.base import BlobRef, Count, Message, Name, PolicyId, Positive, Seed, Sha256
+from schemas.job import HeadSpec, LoraSpec
+
+MAX_ANCESTORS = 1000  # that an import brings along: a registry entry stays small
 
 NormMode = Literal["identity", "mean_std", "min_max", "quantile"]
 
@@ -54,6 +56,7 @@ class PolicyContract(Message, frozen=True, kw_only=True):
     backbone_fingerprint: str  # hash of configuration and weights
     head: HeadSpec
     horizon: Positive
+    lora: LoraSpec | None = None  # the adapter that the head was trained with; None: on frozen features
     query_tokens: Positive
     action: ActionSpec
     observation: ObservationSpec
@@ -75,12 +78,60 @@ class PolicyVersion(Message, frozen=True, kw_only=True):
     parent: str | None  # the version it was trained from
     contract: PolicyContract
     weights: BlobRef  # safetensors of the action module
+    adapter: BlobRef | None = None  # safetensors of the adapter, under peft's names
     created: str  # RFC 3339
     step: Count = 0  # gradient steps since the job began
     records: Count = 0  # records learned so far
     seed: Seed = 0
     metrics: dict[str, float] = {}
     trace: str = ""  # traceparent of the step that made it
+    origin: str = ""  # of an imported version: <tenant>/<job>@<n> where it was exported
+    ancestors: list[str] = []  # of an imported version: the ancestors that its export named, youngest first
+    pinned: bool = False  # kept whatever the retention says
+    retired: str = ""  # RFC 3339; from then on its weights may be gone, the entry stays
+    purged: bool = False  # its weights were given up
+
+
+class PolicyImport(Message, frozen=True, kw_only=True):
+    """Register a policy that comes from elsewhere as `<name>@0`; its weights are in the object store. Tenant → master."""
+
+    name: Name
+    contract: PolicyContract
+    weights: BlobRef
+    adapter: BlobRef | None = None
+    origin: Annotated[str, Meta(max_length=200)] = ""
+    ancestors: Annotated[list[Annotated[str, Meta(max_length=200)]], Meta(max_length=MAX_ANCESTORS)] = []
+    step: Count = 0
+    records: Count = 0
+    seed: Seed = 0
+    metrics: dict[str, float] = {}
+    trace: Annotated[str, Meta(max_length=200)] = ""
+
+
+class PolicyPin(Message, frozen=True, kw_only=True):
+    """Keep a version for good, or no longer. Tenant → master."""
+
+    policy: PolicyId
+    pinned: bool = True
+
+
+class ExportedPolicy(Message, frozen=True, kw_only=True):
+    """`policy_version.json` of an exported directory: what it is, where it came from, and hashes of the files beside it."""
+
+    format: Literal["nexus-policy-1"]
+    tenant: Name
+    id: PolicyId
+    created: str  # RFC 3339
+    ancestors: list[str]  # from its parent to the root, over all jobs
+    step: Count
+    records: Count
+    seed: Seed
+    metrics: dict[str, float]
+    trace: str
+    weights: BlobRef  # action_head.safetensors
+    adapter: BlobRef | None  # adapter_model.safetensors
+    contract_sha256: Sha256  # of policy_contract.json as it decodes
+    statistics_hash: str
 
 
 class TrainingState(Message, frozen=True, kw_only=True):

@@ -1,6 +1,8 @@
 """Rollouts: orders to play an episode, and the record it leaves. Master → rollout → trainer (and master)."""
 
-from typing import Literal
+from typing import Annotated, Literal
+
+from msgspec import Meta
 
 from schemas.base import Count, Message, Name, PolicyId, Positive, Seed, Tensor
 from schemas.environment import EndReason, Observation
@@ -26,6 +28,7 @@ class RolloutOrder(Message, frozen=True, kw_only=True):
     max_steps: Positive
     execute: Positive
     success: Literal["any_step", "last_step"] = "any_step"
+    latency_ms: Annotated[float, Meta(ge=0)] = 20.0  # of the plan: longest wait of a request for its group to fill
 
 
 class RolloutStep(Message, frozen=True, kw_only=True):

@@ -9,7 +9,7 @@ from typing import Literal
 
 import msgspec
 
-from schemas import control, environment, events, inference, job, rollout, training, usage
+from schemas import control, environment, events, inference, job, policy, rollout, training, usage
 from schemas.base import NAME_PATTERN
 
 Codec = Literal["json", "msgpack"]
@@ -61,6 +61,10 @@ TABLE: tuple[SubjectEntry, ...] = (
          summary="Stop a job."),
     _row("job.report", "job.report.{tenant}.{job}", control.JobReport, stream="JOBS", producer="any worker", consumer="master",
          summary="Progress of a job, on the master's own work queue."),
+    _row("policy.import", "policy.import.{tenant}", policy.PolicyImport, stream="JOBS", producer="tenant", consumer="master",
+         summary="Register a policy that comes from elsewhere."),
+    _row("policy.pin", "policy.pin.{tenant}", policy.PolicyPin, stream="JOBS", producer="tenant", consumer="master",
+         summary="Keep a policy version for good, or no longer."),
     _row("rollout.run", "rollout.run.{tenant}.{job}", rollout.RolloutOrder, stream="ROLLOUT", producer="master",
          consumer="rollout", summary="Play one episode."),
     _row("env.prepare", "env.prepare.{tenant}.{job}", environment.PrepareOrder, stream="ROLLOUT", producer="master",

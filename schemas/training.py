@@ -19,4 +19,5 @@ class TrainingBatch(Message, frozen=True, kw_only=True):
     tenant: Name
     job: Name
     batch: Count
+    public: bool = False  # of a dataset that every tenant may read; said by the environment worker alone
     samples: list[TrainingSample]

@@ -13,7 +13,7 @@ import time
 import uuid
 from collections import OrderedDict
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import msgspec
@@ -29,7 +29,7 @@ from nexus_bus.envs.host import SimulatorHost
 from nexus_bus.errors import ContractError, EnvironmentFault, NexusError, NotFound, Refused, Unavailable
 from nexus_bus.tensors import encode_image, to_tensor
 from nexus_bus.worker import Context
-from schemas.base import Image
+from schemas.base import PUBLIC, Image
 from schemas.control import JobReport, Role
 from schemas.environment import (
     FeedOrder,
@@ -228,20 +228,30 @@ class Environment:
         report = JobReport(job=job, kind="failed", reason=reason)
         await self.bus.publish("job.report", report, msg_id=f"{delivery.msg_id}/failed", tenant=delivery.tenant, job=job)
 
-    def directory(self, tenant: str, dataset: str) -> Path:
-        """The directory of a tenant's dataset. Raises NotFound for a name that leaves the tenant's own root."""
-        root = (self.root / tenant).resolve()
+    def directory(self, tenant: str, dataset: str) -> tuple[Path, bool]:
+        """The directory of a dataset, and whether it is one that every tenant may read: `public/…`.
+
+        Raises:
+            NotFound: a name that leaves the tenant's own root, or the public one.
+        """
+        first, *rest = PurePosixPath(dataset).parts or (".",)
+        public = first == PUBLIC and bool(rest)
+        root = (self.root / (PUBLIC if public else tenant)).resolve()
         try:
-            path = (root / dataset).resolve()
+            path = root.joinpath(*rest if public else (dataset,)).resolve()
         except (OSError, ValueError) as error:  # too long, or with a zero byte
             raise NotFound(f"data.dataset: {dataset[:80]!r} is not a directory's name: {error}") from None
         if path == root or not path.is_relative_to(root):
-            raise NotFound(f"data.dataset: {dataset!r} is not a directory below the tenant's data root")
-        return path
+            raise NotFound(
+                f"data.dataset: {dataset!r} is not a directory below {'public' if public else 'the tenant'}'s data root"
+            )
+        return path, public
 
     async def prepare(self, order: PrepareOrder) -> None:
         """Record from the expert if asked to, open the dataset, report its frames and statistics."""
-        path = self.directory(order.tenant, order.dataset)
+        path, public = self.directory(order.tenant, order.dataset)
+        if order.expert is not None and public:
+            raise Refused(f"data.dataset: {order.dataset!r} is read by every tenant and recorded by none; name one of your own")
         if order.expert is not None and not await self._record(order, path):
             return
         dataset = await self._dataset(path)
@@ -302,16 +312,16 @@ class Environment:
 
     async def feed(self, order: FeedOrder) -> None:
         """Put batches [first, last) on the Training Queue."""
-        path = self.directory(order.tenant, order.dataset)
+        path, public = self.directory(order.tenant, order.dataset)
         dataset = await self._dataset(path)
         for number in range(order.first, order.last):
-            batch = await asyncio.to_thread(self._batch, path, dataset, order, number)
+            batch = await asyncio.to_thread(self._batch, path, dataset, order, number, public)
             await self.bus.publish(
                 "train.batch", batch, msg_id=f"{order.tenant}/{batch.id}", tenant=order.tenant, job=order.job
             )
             self.context.pulse.progress += 1
 
-    def _batch(self, path: Path, dataset: Dataset, order: FeedOrder, number: int) -> TrainingBatch:
+    def _batch(self, path: Path, dataset: Dataset, order: FeedOrder, number: int, public: bool) -> TrainingBatch:
         samples: list[TrainingSample] = []
         for index in batch_indices(len(dataset), order.seed, number, order.batch_size):
             chunk = dataset.chunk(int(index), order.horizon)
@@ -326,7 +336,8 @@ class Environment:
                     action_is_pad=to_tensor(chunk.is_pad.astype(np.bool_)),
                 )
             )
-        return TrainingBatch(id=f"{order.job}/{number}", tenant=order.tenant, job=order.job, batch=number, samples=samples)
+        name = f"{order.job}/{number}"
+        return TrainingBatch(id=name, tenant=order.tenant, job=order.job, batch=number, public=public, samples=samples)
 
     def _images(self, path: Path, dataset: Dataset, index: int, encoding: Any) -> dict[str, Image]:
         key = (path, index, encoding)

@@ -1,58 +1,66 @@
 """Inference: one resident backbone, a private slot per policy version, one grouped forward for many tenants.
 
 Reads   INFERENCE (a durable consumer per tenant, served in weighted rounds), registry (tenants, policy versions), blobs.
-Writes  answers to the asker's inbox, USAGE, EVENTS (refused requests).
+Writes  answers to the asker's inbox, USAGE, EVENTS (refused requests, gaps that the canary found).
 Killed  what it held is redelivered to another or to the restarted one; an answer depends on the request and the version
         alone, so answering twice is harmless. Slots are a cache: a version is loaded on demand, never a 404.
 """
 
 import asyncio
 import time
-import uuid
+from collections import deque
 from collections.abc import Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from nexus_bus import registry, telemetry, worker
 from nexus_bus.bus import Bus, Delivery, Rounds, ensure_tenant, inference_durable
-from nexus_bus.clock import now
 from nexus_bus.errors import BadMessage, NexusError, NotFound
+from nexus_bus.loading import Loader
 from nexus_bus.models import process
+from nexus_bus.pace import Pace, measure
 from nexus_bus.tensors import from_tensor, to_tensor
-from nexus_bus.worker import Context
+from nexus_bus.usage import Tally
+from nexus_bus.worker import PROVIDER, Context
 from schemas.control import Role
 from schemas.inference import InferenceReply, InferenceRequest
 from schemas.policy import PolicyVersion
-from schemas.usage import Usage
 
 if TYPE_CHECKING:
-    from nexus_bus.models.act import Answer
-    from nexus_bus.models.slots import PolicySlot
+    from nexus_bus.models.act import Answer, Asked
+    from nexus_bus.models.slots import Acted, PolicySlot
 
 ROLE: Role = "inference"
 
-USAGE_S = 2.0
+DRAIN_S = 1.0  # for answers on their way when told to stop
+HOLD_S = 1.5  # what is held is said to be in progress this often; less than a third of the durable's ack_wait
+CANARY_IDLE_S = 0.02  # nothing came for so long: the canary runs
+CANARY_GROUPS = 50  # or so many groups after its answer
 
 
-@dataclass
+@dataclass(eq=False)
 class Ask:
     """One request on its way through the group."""
 
     delivery: Delivery
     request: InferenceRequest
     slot: "PolicySlot"
-    received_ns: int
+    asked: "Asked | None" = None  # once its pictures are decoded, on the compute thread
 
 
-@dataclass
-class Used:
-    """What a job used since the last usage record."""
+@dataclass(frozen=True)
+class Canary:
+    """An answer that is made again, alone."""
 
-    device_s: float = 0.0
-    requests: int = 0
-    group_sum: int = 0
+    ask: Ask
+    asked: "Asked"
+    acted: "Acted"
+    group: int  # size
+    number: int  # of the group
 
 
 class Inference:
@@ -64,28 +72,72 @@ class Inference:
         self.kv = context.bus.kv("registry")
         self.rounds = Rounds()
         self.compute = ThreadPoolExecutor(max_workers=1, thread_name_prefix="forward")
-        self.slots: Any = None  # models.slots.PolicySlots, once torch is there
         self.backbone: Any = None
         self.cache: Any = None
-        self.used: dict[tuple[str, str], Used] = {}
+        self.pace: Pace
+        self.versions: Loader
+        self.held: set[Delivery] = set()
+        self.ready: deque[Ask] = deque()  # set aside before, and their versions are there now
+        self.used = Tally(context.bus, context.name, "inference")
         self.tasks: set[asyncio.Task[None]] = set()
+        self.groups = self.answers = 0
+        self.canaries: deque[Canary] = deque()
+
+    async def run(self) -> None:
+        """Serve until told to stop; what is not answered by then goes to another worker."""
+        await self.load()
+        self.context.pulse.state = "running"
+        try:
+            await worker.side_by_side(self.serve(), self.tenants(), self.versions.follow(), self.hold(), self.used.publish())
+        finally:
+            await self.hand_back()
+            await self.used.flush()
 
     async def load(self) -> None:
-        """Load torch, the backbone and an empty cache, off the loop: heartbeats go on meanwhile."""
+        """Load torch, the backbone, an empty cache and empty slots, off the loop: heartbeats go on meanwhile."""
+        settings, gauges = self.context.config, self.context.pulse.gauges
+        slots = await asyncio.get_running_loop().run_in_executor(self.compute, self.resident)
+        self.versions = Loader(self.bus, slots)
+        gauges.update(batch_knee=self.pace.batch, canary_runs=0, canary_gaps=0)
+        curve = dict(zip(self.pace.curve.sizes, (round(1000 * s, 2) for s in self.pace.curve.seconds), strict=True))
+        self.context.log.info(
+            "backbone resident", base=settings.base, fingerprint=self.backbone.fingerprint[:12], batch=self.pace.batch, ms=curve
+        )
+
+    def resident(self) -> Any:
+        """Runs on the compute thread. Loads, and measures what grouping is worth on this machine."""
+        from nexus_bus.models.backbone import Backbone
+        from nexus_bus.models.cache import FeatureCache
+        from nexus_bus.models.features import Look
+        from nexus_bus.models.paging import Pages, PolicySlots
+        from nexus_bus.models.prompt import Prompt
+
         settings = self.context.config
+        self.backbone = Backbone.load(settings.base, device=settings.device, profile=settings.profile)
+        directory = Path(settings.cache_dir) if settings.cache_dir else None
+        self.cache = FeatureCache(directory, settings.cache_memory_bytes, settings.cache_disk_bytes)
+        size = self.backbone.info.image_size
+        look = Look(Prompt([np.zeros((size, size, 3), np.uint8)], "put the red block on the green one"))
+        curve = measure(lambda samples: self.backbone.encode([look] * samples), settings.batch)
+        self.pace = Pace(curve, settings.batch, settings.wait_ms / 1000)
+        directory = Path(settings.slot_dir) if settings.slot_dir else None
+        host_bytes = settings.slot_host_bytes if self.backbone.device.type != "cpu" else 0
+        pages = Pages(directory, settings.slot_disk_bytes, host_bytes)
+        return PolicySlots(self.build, pages, slots=settings.slots, slot_bytes=settings.slot_bytes)
 
-        def work() -> None:
-            from nexus_bus.models.backbone import Backbone
-            from nexus_bus.models.cache import FeatureCache
-            from nexus_bus.models.slots import PolicySlots
+    def build(self, version: PolicyVersion, weights: bytes, adapter: bytes | None) -> "PolicySlot":
+        """Runs on the loader's thread: check that a version fits this backbone, build its head, fill it."""
+        from nexus_bus.models.checkpoint import load_policy
+        from nexus_bus.models.contract import check_contract
 
-            self.backbone = Backbone.load(settings.base, device=settings.device, profile=settings.profile)
-            directory = Path(settings.cache_dir) if settings.cache_dir else None
-            self.cache = FeatureCache(directory, settings.cache_memory_bytes, settings.cache_disk_bytes)
-            self.slots = PolicySlots(settings.slots)
-
-        await asyncio.get_running_loop().run_in_executor(self.compute, work)
-        self.context.log.info("backbone resident", base=settings.base, fingerprint=self.backbone.fingerprint[:12])
+        check_contract(version.contract, backbone=self.backbone.info)
+        lora = version.contract.lora
+        places = self.backbone.places(lora) if lora is not None else None
+        slot = load_policy(version, weights, adapter, self.backbone.shape, places)
+        for module in (slot.module, slot.adapter):
+            if module is not None:
+                module.to(self.backbone.device)
+        return slot
 
     async def tenants(self) -> None:
         """Serve each tenant's own consumer, from the moment the tenant exists."""
@@ -99,89 +151,92 @@ class Inference:
             self.rounds.add(tenant, await self.bus.pull(inference_durable(tenant), batch=self.context.config.batch))
 
     async def serve(self) -> None:
-        """Collect, run, answer, until told to stop."""
+        """Collect, run, answer, until told to stop. The canary runs when nobody waits, or when it was put off for long."""
         while not self.context.stop.is_set():
             group = await self.collect()
             if group:
                 await self.handle(group)
-        await asyncio.gather(*self.tasks)
+            if self.canaries and (not group or self.groups - self.canaries[0].number >= CANARY_GROUPS):
+                await self.compare(self.canaries.popleft())
+        if self.tasks:
+            await asyncio.wait(self.tasks, timeout=DRAIN_S)
 
-    async def collect(self) -> list[Delivery]:
-        """A group: closed at `batch` requests, or `wait_ms` after its first."""
-        settings = self.context.config
-        group = await self.rounds.take(settings.batch, wait=0.25)
-        if not group:
-            return []
-        closes = time.monotonic() + settings.wait_ms / 1000
-        while len(group) < settings.batch and (left := closes - time.monotonic()) > 0:
-            group += await self.rounds.take(settings.batch - len(group), wait=left)
+    async def collect(self) -> list[Ask]:
+        """A group, closed by its size or by the pace: see nexus_bus/pace.py. May be empty."""
+        group = await self.take(self.pace.batch, CANARY_IDLE_S if self.canaries else 0.25)
+        opened = time.monotonic()
+        while group:
+            wait = self.pace.patience(len(group), min(map(self.closes, group)), time.monotonic())
+            if wait <= 0:
+                self.context.pulse.gauges.update(group_size=len(group), wait_ms=1000 * (time.monotonic() - opened))
+                break
+            group += await self.take(self.pace.batch - len(group), wait)
         return group
 
-    async def handle(self, group: list[Delivery]) -> None:
+    async def take(self, room: int, wait: float) -> list[Ask]:
+        """Requests whose versions are ready: those that were set aside for them first, then new ones."""
+        taken = [self.ready.popleft() for _ in range(min(room, len(self.ready)))]
+        if room > len(taken):
+            arrived = await self.rounds.take(room - len(taken), 0 if taken else wait)
+            for delivery in sorted(arrived, key=lambda delivery: delivery.received):
+                self.pace.arrived(delivery.received)
+                if (ask := self.admit(delivery)) is not None:
+                    taken.append(ask)
+        return [ask for ask in taken if not self.expired(ask)]
+
+    def admit(self, delivery: Delivery) -> Ask | None:
+        """Decode a request. None if it does not go into this group: unreadable, or set aside until its version is ready."""
+        self.held.add(delivery)
+        try:
+            request: InferenceRequest = delivery.decode()
+        except BadMessage as error:
+            self.later(self.unreadable(delivery, error), delivery)
+            return None
+        slot = self.versions.get(delivery.tenant, request.policy)
+        if slot is None:
+            self.later(self.set_aside(delivery, request), delivery)
+            return None
+        return Ask(delivery, request, slot)
+
+    def closes(self, ask: Ask) -> float:
+        """Monotonic time at which it goes, however small its group."""
+        bound = min(self.context.config.wait_ms, ask.request.latency_ms or float("inf"))
+        return ask.delivery.received + bound / 1000
+
+    def expired(self, ask: Ask) -> bool:
+        """Whether nobody waits for the answer any more; the request is let go then."""
+        if not 0 < ask.request.deadline < time.time():
+            return False
+        self.later(ask.delivery.ack(), ask.delivery)
+        return True
+
+    async def set_aside(self, delivery: Delivery, request: InferenceRequest) -> None:
+        """Wait for a version while the others of the group go on; the request joins a later group."""
+        try:
+            slot = await self.versions.load(delivery.tenant, request.policy)
+        except NexusError as error:
+            await self.refuse(delivery, request, error)
+            return
+        self.ready.append(Ask(delivery, request, slot))
+        self.rounds.wake()
+
+    async def handle(self, group: list[Ask]) -> None:
         """One grouped forward. What cannot be served is answered with its error; the rest of the group goes on."""
         self.context.pulse.busy += 1
         try:
-            asks = [ask for ask in await asyncio.gather(*(self.admit(delivery) for delivery in group)) if ask is not None]
-            if asks:
-                started = time.time_ns()
-                loop = asyncio.get_running_loop()
-                results, busy_s = await loop.run_in_executor(self.compute, self.forward, asks)
-                self.later(self.answer(asks, results, started, time.time_ns(), busy_s))
+            started = time.time_ns()
+            results, busy_s = await asyncio.get_running_loop().run_in_executor(self.compute, self.forward, group)
+            self.pace.ran(len(group), busy_s)
+            self.groups += 1
+            self.later(self.answer(group, results, started, busy_s), *(ask.delivery for ask in group))
         finally:
             self.context.pulse.busy -= 1
             self.context.pulse.progress += len(group)
 
-    async def admit(self, delivery: Delivery) -> Ask | None:
-        """Decode a request and page its version in; None if it was answered with an error or nobody waits any more."""
-        received = time.time_ns()
-        try:
-            request: InferenceRequest = delivery.decode()
-        except BadMessage as error:
-            await delivery.reject(str(error))
-            await self.context.event(
-                "request.refused", delivery.tenant, key=delivery.msg_id or uuid.uuid4().hex, message=str(error)
-            )
-            return None
-        if request.deadline and time.time() > request.deadline:
-            await delivery.ack()
-            return None
-        try:
-            slot = await self.slot(delivery.tenant, request.policy)
-        except NexusError as error:
-            await self.refuse(delivery, request, error)
-            return None
-        return Ask(delivery, request, slot, received)
-
-    async def slot(self, tenant: str, policy: str) -> "PolicySlot":
-        """The loaded version, from the cache or from registry and blobs.
-
-        Raises:
-            NotFound: this tenant has no such version. Never the base model instead.
-        """
-        found = self.slots.get(tenant, policy)
-        if found is not None:
-            return found
-        job, _, n = policy.partition("@")
-        entry = await self.kv.get(registry.policy_key(tenant, job, int(n)), PolicyVersion)
-        if entry is None:
-            raise NotFound(f"policy: no version {policy!r}")
-        weights = await self.bus.blobs.get(entry.value.weights)
-        slot = await asyncio.get_running_loop().run_in_executor(self.compute, self.load_slot, entry.value, weights)
-        self.slots.put(tenant, slot)  # a pointer swap: whoever acts on another version is not disturbed
-        return slot
-
-    def load_slot(self, version: PolicyVersion, weights: bytes) -> "PolicySlot":
-        """Runs on the compute thread: build the head, fill it, check that it fits this backbone."""
-        from nexus_bus.models.checkpoint import load_policy
-        from nexus_bus.models.contract import check_contract
-
-        check_contract(version.contract, backbone=self.backbone.info)
-        return load_policy(version.id, version.contract, weights, self.backbone.hidden_size)
-
     def forward(self, asks: list[Ask]) -> tuple[list["Answer"], float]:
         """Runs on the compute thread: decode pictures, encode the group once, let every slot act on its row."""
         from nexus_bus.learning.algorithms.base import observation_prompt
-        from nexus_bus.models.act import Answer, Asked, act_group
+        from nexus_bus.models.act import Answer, Asked
 
         started = time.perf_counter()
         answers: list[Answer | None] = []
@@ -190,15 +245,32 @@ class Inference:
             request = ask.request
             try:
                 prompt = observation_prompt(request.observation, ask.slot.contract)
-                asked.append(Asked(ask.slot, prompt, from_tensor(request.observation.state), request.greedy, request.seed))
+                state = from_tensor(request.observation.state)
+                ask.asked = Asked(ask.delivery.tenant, ask.slot, prompt, state, request.greedy, request.seed)
+                asked.append(ask.asked)
                 answers.append(None)
             except NexusError as error:
                 answers.append(Answer(error=error))
-        acted = iter(act_group(self.backbone, self.cache, asked))
+        acted = iter(self.act(asked))
         return [answer or next(acted) for answer in answers], time.perf_counter() - started
 
-    async def answer(self, asks: list[Ask], results: list["Answer"], start_ns: int, end_ns: int, busy_s: float) -> None:
+    def act(self, asked: list["Asked"]) -> list["Answer"]:
+        """Runs on the compute thread. If a group fails (out of memory, a head's own fault), its halves do what they can."""
+        from nexus_bus.models.act import Answer, act_group
+
+        try:
+            return act_group(self.backbone, self.cache, asked)
+        except Exception as error:
+            if len(asked) == 1:
+                policy = asked[0].slot.version
+                self.context.log.exception("a request cannot be answered", tenant=asked[0].tenant, policy=policy)
+                return [Answer(error=NexusError(f"policy {policy}: fails on this request: {error!r}"))]
+            middle = len(asked) // 2
+            return self.act(asked[:middle]) + self.act(asked[middle:])
+
+    async def answer(self, asks: list[Ask], results: list["Answer"], start_ns: int, busy_s: float) -> None:
         """Send the answers, acknowledge, and account for the forward."""
+        end_ns = start_ns + int(busy_s * 1e9)
         tenants = len({ask.delivery.tenant for ask in asks})
         share = busy_s / len(asks)
         links = [link for ask in asks if (link := telemetry.link_from(ask.delivery.headers.get("traceparent", ""))) is not None]
@@ -206,6 +278,8 @@ class Inference:
             "inference.group", start_ns, end_ns, attributes={"group": len(asks), "tenants": tenants}, links=links
         )
         group_link = telemetry.link_from(group)
+        number = self.groups
+        done: list[Delivery] = []
         for ask, result in zip(asks, results, strict=True):
             parent = ask.delivery.headers.get("traceparent", "")
             telemetry.record_span("inference.queue", ask.delivery.published_ns, start_ns, parent=parent)
@@ -232,13 +306,44 @@ class Inference:
                 device_s=share,
             )
             await self.send(ask.delivery, reply)
-            used = self.used.setdefault((ask.delivery.tenant, ask.request.job), Used())
-            used.device_s += share
-            used.requests += 1
-            used.group_sum += len(asks)
-        answered = [ask for ask, result in zip(asks, results, strict=True) if result.acted is not None]
-        await asyncio.gather(*(ask.delivery.ack() for ask in answered))
-        self.context.pulse.gauges["group_size"] = len(asks)
+            self.used.add(ask.delivery.tenant, ask.request.job, share, group=len(asks))
+            done.append(ask.delivery)
+            self.answers += 1
+            every = self.context.config.canary_every
+            if every and self.answers % every == 0 and ask.asked is not None:
+                self.canaries.append(Canary(ask, ask.asked, acted, len(asks), number))
+        await asyncio.gather(*(delivery.ack() for delivery in done))
+
+    async def compare(self, canary: Canary) -> None:
+        """Answer a request again, alone and from its pixels; tell the provider if that is another answer."""
+        from nexus_bus.models.act import act_group
+        from nexus_bus.models.canary import TOLERANCE, gap
+
+        started = time.perf_counter()
+        loop = asyncio.get_running_loop()
+        alone = (await loop.run_in_executor(self.compute, act_group, self.backbone, None, [canary.asked]))[0]
+        self.used.add(PROVIDER, ROLE, time.perf_counter() - started)  # nobody's job asked for it
+        gauges, profile = self.context.pulse.gauges, self.backbone.profile
+        gauges["canary_runs"] += 1
+        apart = gap(canary.acted, alone.acted, profile) if alone.acted is not None else float("inf")
+        if apart <= TOLERANCE[profile]:
+            return
+        gauges["canary_gaps"] += 1
+        request, tenant = canary.ask.request, canary.ask.delivery.tenant
+        text = (
+            f"{self.context.name}: an answer of {request.policy} in a group of {canary.group} is {apart:.3g} from the same "
+            f"request alone, tolerated is {TOLERANCE[profile]:g}: answers depend on neighbours; compare driver and libraries"
+        )
+        numbers = {"gap": apart, "tolerance": TOLERANCE[profile], "group": canary.group, "profile": profile}
+        named = {"tenant": tenant, "policy": request.policy, "request": request.id, "worker": self.context.name}
+        self.context.log.error("canary gap", **numbers, **named)
+        await self.context.event("canary.gap", PROVIDER, key=f"canary/{request.id}", message=text, data=numbers | named)
+
+    async def unreadable(self, delivery: Delivery, error: BadMessage) -> None:
+        """Answer what cannot be decoded by its message id, which askers set to the request's, and keep it as a dead letter."""
+        await self.send(delivery, InferenceReply(id=delivery.msg_id, error=str(error), error_code=error.code))
+        await delivery.reject(str(error))
+        await self.context.event("request.refused", delivery.tenant, key=delivery.msg_id, message=str(error))
 
     async def refuse(self, delivery: Delivery, request: InferenceRequest, error: NexusError) -> None:
         """Answer with the error, and let the request go: repeating it would not help."""
@@ -253,51 +358,38 @@ class Inference:
         if delivery.inbox:
             await self.bus.cast_to(delivery.inbox, "infer.reply", reply)
 
-    async def usage(self) -> None:
-        """Publish what was used, every few seconds and at the end."""
+    async def hold(self) -> None:
+        """Keep requests from being redelivered while they wait for a version or for a slow forward."""
         while True:
-            await asyncio.sleep(USAGE_S)
-            await self.flush()
+            await asyncio.sleep(HOLD_S)
+            self.held = {delivery for delivery in self.held if not delivery.settled}
+            for delivery in list(self.held):
+                await delivery.in_progress()
 
-    async def flush(self) -> None:
-        """Publish the usage of each job since the last time."""
-        taken, self.used = self.used, {}
-        for (tenant, job), used in taken.items():
-            entry = Usage(
-                tenant=tenant,
-                job=job,
-                worker=self.context.name,
-                kind="inference",
-                device_s=used.device_s,
-                requests=used.requests,
-                group_sum=used.group_sum,
-                time=now(),
-            )
-            await self.bus.publish("usage", entry, msg_id=uuid.uuid4().hex, tenant=tenant, job=job)
+    async def hand_back(self) -> None:
+        """At the end: what was not answered goes to another worker at once."""
+        await self.rounds.stop()
+        for delivery in self.held:
+            if not delivery.settled:
+                await delivery.nak()
 
-    def later(self, work: Coroutine[Any, Any, None]) -> None:
-        """Answer while the next group is already being collected."""
+    def later(self, work: Coroutine[Any, Any, None], *deliveries: Delivery) -> None:
+        """Do it while the next group is already being collected. If it fails, these deliveries come again."""
         task = asyncio.get_running_loop().create_task(work)
         self.tasks.add(task)
-        task.add_done_callback(self._finished)
+        task.add_done_callback(lambda task: self._finished(task, deliveries))
 
-    def _finished(self, task: asyncio.Task[None]) -> None:
+    def _finished(self, task: asyncio.Task[None], deliveries: tuple[Delivery, ...]) -> None:
         self.tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            self.context.log.error("answering a group failed; its requests are redelivered", exc_info=error)
+            self.held.difference_update(deliveries)
+            self.context.log.error("answering failed; the requests are redelivered", exc_info=error)
 
 
 async def main(context: Context) -> None:
     """Serve until told to stop."""
     process.settings(context.config.threads)
-    inference = Inference(context)
-    await inference.load()
-    context.pulse.state = "running"
-    try:
-        await worker.side_by_side(inference.serve(), inference.tenants(), inference.usage())
-    finally:
-        await inference.rounds.stop()
-        await inference.flush()
+    await Inference(context).run()
 
 
 def run(**options: Any) -> int:

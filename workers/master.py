@@ -1,7 +1,8 @@
 """Master: compiles job documents into plans, admits them, owns job state, hands out work and closes jobs.
 
-Reads   JOBS (job.submit, job.cancel, job.report), registry (jobs, policy versions).
-Writes  registry (jobs), ROLLOUT (orders), EVENTS, AUDIT; makes and removes a job's consumers.
+Reads   JOBS (job.submit, job.cancel, job.report, policy.import, policy.pin), registry (jobs, policy versions), blobs.
+Writes  registry (jobs; imported, pinned and retired versions), ROLLOUT (orders), EVENTS, AUDIT; makes and removes a job's
+        consumers; deletes blobs of retired versions.
 Killed  at any moment: an order is handed out before the state that counts it is written, and both carry ids, so the
         redelivered message does the same again. Several masters may run: states change by compare-and-set.
 """
@@ -18,18 +19,20 @@ from nexus_bus.bus import Bus, Delivery, Done, Durable, Outcome, Retry, ensure_j
 from nexus_bus.clock import now
 from nexus_bus.errors import BadMessage, Conflict, NotFound, Refused, Unavailable
 from nexus_bus.plan import compile_plan
+from nexus_bus.policies import Policies
 from nexus_bus.worker import Context
-from schemas.base import NAME_PATTERN
+from schemas.base import NAME_PATTERN, PUBLIC
 from schemas.control import JobReport, Role
 from schemas.events import EventType
 from schemas.job import JobCancel, JobSpec
 from schemas.plan import TERMINAL, JobState, Phase
-from schemas.policy import PolicyVersion, TrainingState
+from schemas.policy import PolicyImport, PolicyPin, PolicyVersion, TrainingState
 from schemas.usage import Audit
 
 ROLE: Role = "master"
 
-DURABLE = Durable(stream="JOBS", name="master", filters=("job.submit.*", "job.cancel.*", "job.report.*.*"), max_deliver=10)
+FILTERS = ("job.submit.*", "job.cancel.*", "job.report.*.*", "policy.import.*", "policy.pin.*")
+DURABLE = Durable(stream="JOBS", name="master", filters=FILTERS, max_deliver=10)
 TICK_S = 1.0
 SWEEP_S = 30.0
 _NAME = re.compile(NAME_PATTERN)
@@ -45,13 +48,16 @@ class Master:
         self.context = context
         self.bus: Bus = context.bus
         self.kv = context.bus.kv("registry")
+        self.policies = Policies(context)
         self.progressed: dict[str, float] = {}  # job key → when its last progress event went out
 
     async def handle(self, delivery: Delivery) -> Outcome:
         """One submission, cancellation or report."""
         self.context.pulse.progress += 1
         message, tenant = delivery.message, delivery.tenant
-        if isinstance(message, JobSpec):
+        if tenant == PUBLIC:
+            await self.given_up(delivery, f"tenant: {tenant!r} is reserved for what every tenant may read; choose another name")
+        elif isinstance(message, JobSpec):
             await self.submit(message, tenant, delivery.msg_id)
         elif isinstance(message, JobCancel):
             await self.end(tenant, message.job, "cancelled", message.reason or "cancelled by the tenant")
@@ -60,6 +66,8 @@ class Master:
                 await self.report(tenant, message)
             except Conflict:
                 return Retry(0.05, "another master changed the job first", counts=False)
+        elif isinstance(message, PolicyImport | PolicyPin):
+            await self.policy(message, tenant, delivery.msg_id)
         return Done()
 
     async def refuse_undecodable(self, delivery: Delivery, error: BadMessage) -> None:
@@ -71,7 +79,26 @@ class Master:
         if delivery.row.name == "job.report":
             await self.end(delivery.tenant, delivery.tokens["job"], "failed", f"a report about the job was lost: {reason}")
         else:
-            await self._refused(delivery.tenant, "_", delivery.msg_id, reason)
+            kind = "policy.refused" if delivery.row.name.startswith("policy.") else "job.refused"
+            await self._refused(delivery.tenant, "_", delivery.msg_id, reason, kind)
+
+    async def policy(self, order: PolicyImport | PolicyPin, tenant: str, submission: str) -> None:
+        """Take in a policy from elsewhere, or pin one, or say why not."""
+        importing = isinstance(order, PolicyImport)
+        job = order.name if importing else order.policy.partition("@")[0]
+        action: EventType = "policy.imported" if importing else "policy.pinned" if order.pinned else "policy.unpinned"
+        try:
+            if importing:
+                said = await self.policies.take_in(tenant, order)
+                await self._known(tenant)
+            else:
+                await self.policies.pin(tenant, order.policy, order.pinned)
+                said = order.policy
+        except Refused as error:
+            await self._refused(tenant, job, submission, str(error), "policy.refused")
+            return
+        await self._audit(tenant, action, job, "ok", said)
+        await self.context.event(action, tenant, job=job, key=f"{action}/{submission}", submission=submission, message=said)
 
     async def submit(self, spec: JobSpec, tenant: str, submission: str) -> None:
         """Compile, admit and begin a job, or say why not."""
@@ -79,6 +106,10 @@ class Master:
         known = await self.kv.get(key, JobState)
         if known is not None and known.value.submission != submission:
             await self._refused(tenant, spec.name, submission, f"name: a job {spec.name!r} exists already; choose another name")
+            return
+        if known is None and await self.policies.imported(tenant, spec.name):
+            why = f"name: {spec.name}@0 was imported under this name; choose another name"
+            await self._refused(tenant, spec.name, submission, why)
             return
         try:
             given = await self._given(tenant, spec)
@@ -96,8 +127,7 @@ class Master:
             dataset=(data.dataset or spec.name) if data else "",
             deadline=time.time() + wall if wall else None,
         )
-        await ensure_tenant(self.bus, tenant)
-        await self.kv.put(registry.tenant_key(tenant), msgspec.Raw(msgspec.json.encode({"name": tenant})))
+        await self._known(tenant)
         if known is None:
             await self.kv.create(key, state)
         await self._audit(tenant, "submit", spec.name, "accepted", spec.kind)
@@ -106,6 +136,11 @@ class Master:
             message=f"{spec.kind} job accepted: {' → '.join(plan.phases)}",
         )  # fmt: skip
         await self._try_begin(tenant, spec.name)
+
+    async def _known(self, tenant: str) -> None:
+        """Make inference workers serve a tenant."""
+        await ensure_tenant(self.bus, tenant)
+        await self.kv.put(registry.tenant_key(tenant), msgspec.Raw(msgspec.json.encode({"name": tenant})))
 
     async def report(self, tenant: str, report: JobReport) -> None:
         """Move a job on by what a worker reports."""
@@ -146,7 +181,9 @@ class Master:
                 self.context.log.warning("a job could not be looked at", key=key, error=str(error))
 
     async def sweep(self) -> None:
-        """Remove what is queued for jobs and tenants that nobody serves: it came after its job's end, or of no job at all."""
+        """Remove what is queued for jobs and tenants that nobody serves (it came after its job's end, or of no job at all),
+        and the weights of versions that no retention keeps.
+        """
         queued = {stream: await self.bus.queued(stream) for stream in ("TRAINING", "INFERENCE")}  # before the jobs are read
         tenants = set(await self.kv.keys("tenant."))
         for on in queued["INFERENCE"]:
@@ -158,6 +195,7 @@ class Master:
             entry = await self.kv.get(registry.job_key(tenant, job), JobState) if named else None
             if entry is None or entry.value.closed:
                 await self._drop("TRAINING", on, queued)
+        await self.policies.sweep()
 
     async def _drop(self, stream: str, on: str, queued: dict[str, dict[str, int]]) -> None:
         self.context.log.warning("removed what nobody serves", subject=on, messages=queued[stream][on])
@@ -186,6 +224,8 @@ class Master:
         if init is not None:
             try:
                 resolved = await self._resolve(tenant, init) or ""
+                if resolved:
+                    await self.policies.living(tenant, resolved)
             except Refused as error:
                 await self.end(tenant, job, "failed", str(error))
                 return
@@ -201,11 +241,11 @@ class Master:
         if spec.init is None:
             return None
         job, _, n = spec.init.partition("@")
-        if n != "latest" and (entry := await self.kv.get(registry.policy_key(tenant, job, int(n)), PolicyVersion)) is not None:
-            return entry.value
         parent = await self.kv.get(registry.job_key(tenant, job), JobState)
         if parent is None:
-            raise NotFound(f"init: no policy {spec.init!r}; `nexus policies` lists what there is")
+            return await self.policies.living(tenant, f"{job}@{0 if n == 'latest' else n}")  # imported, or not there
+        if n != "latest" and parent.value.version >= int(n):
+            return await self.policies.living(tenant, spec.init)
         if parent.value.version >= 0:
             found = await self.kv.get(registry.policy_key(tenant, job, parent.value.version), PolicyVersion)
             if n == "latest" and found is not None:
@@ -220,7 +260,7 @@ class Master:
         job, _, n = init.partition("@")
         parent = await self.kv.get(registry.job_key(tenant, job), JobState)
         if parent is None:
-            raise NotFound(f"init: no job {job!r}")
+            return f"{job}@{0 if n == 'latest' else n}"
         state = parent.value
         if n != "latest":
             if state.version >= int(n):
@@ -300,11 +340,9 @@ class Master:
         key = f"progress/{report.kind}/{state.phase}/{data.get('batch', report.batches)}/{data.get('index', 0)}/{state.done}"
         await self.context.event("job.progress", tenant, job=report.job, key=key, data=data)
 
-    async def _refused(self, tenant: str, job: str, submission: str, why: str) -> None:
-        await self._audit(tenant, "submit", job, "refused", why)
-        await self.context.event(
-            "job.refused", tenant, job=job, key=f"refused/{submission}", submission=submission, message=why
-        )
+    async def _refused(self, tenant: str, job: str, submission: str, why: str, kind: EventType = "job.refused") -> None:
+        await self._audit(tenant, "submit" if kind == "job.refused" else "policy", job, "refused", why)
+        await self.context.event(kind, tenant, job=job, key=f"refused/{submission}", submission=submission, message=why)
 
     async def _audit(self, tenant: str, action: str, job: str, outcome: str, detail: str) -> None:
         entry = Audit(tenant=tenant, action=action, job=job, outcome=outcome, detail=detail, time=now())

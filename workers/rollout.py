@@ -150,6 +150,7 @@ class Rollout:
             observation=observation,
             greedy=order.greedy,
             seed=(order.noise_seed + step * 7919) % 2**48,
+            latency_ms=order.latency_ms,
             deadline=time.time() + self.context.config.infer_timeout_s,
         )
         future: asyncio.Future[InferenceReply] = asyncio.get_running_loop().create_future()

@@ -8,16 +8,17 @@ Killed  records are acknowledged only after the state that learned them is commi
 
 import asyncio
 import time
+import uuid
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nexus_bus import registry, telemetry, worker
 from nexus_bus.bus import Bus, Delivery, training_durable
-from nexus_bus.errors import BadMessage, Conflict, NexusError, Refused
+from nexus_bus.errors import BadMessage, Conflict, NexusError, Refused, Unreadable
 from nexus_bus.models import process
 from nexus_bus.seat import Leases, Seat
-from nexus_bus.worker import Context
+from nexus_bus.worker import PROVIDER, Context
 from schemas.control import JobReport, Role
 from schemas.plan import TERMINAL, JobState
 
@@ -46,20 +47,25 @@ class Trainer:
         self.seating = asyncio.Lock()  # watch and tick may both see a job that wants a slot
         self.backbone: Any = None
         self.group: Any = None
+        self.parking: Any = None
 
     async def load(self) -> None:
         """Load torch and the backbone off the loop."""
         settings = self.context.config
 
         def work() -> None:
+            from nexus_bus.learning.canary import Canary
             from nexus_bus.learning.group import GroupTrainer
+            from nexus_bus.learning.parking import Parking
             from nexus_bus.models.backbone import Backbone
             from nexus_bus.models.cache import FeatureCache
 
             self.backbone = Backbone.load(settings.base, device=settings.device, profile=settings.profile)
             directory = Path(settings.cache_dir) if settings.cache_dir else None
             cache = FeatureCache(directory, settings.cache_memory_bytes, settings.cache_disk_bytes)
-            self.group = GroupTrainer(self.backbone, cache)
+            slot_dir = Path(settings.slot_dir) if settings.slot_dir else None
+            self.parking = Parking(settings.slot_bytes, settings.slot_host_bytes, slot_dir)
+            self.group = GroupTrainer(self.backbone, cache, Canary(settings.canary_every))
 
         await asyncio.get_running_loop().run_in_executor(self.compute, work)
         self.context.log.info("backbone resident", base=settings.base, fingerprint=self.backbone.fingerprint[:12])
@@ -96,7 +102,7 @@ class Trainer:
         if lease is None:
             return
         try:
-            seat = await Seat.open(self.context, state, lease, self.backbone, self.compute)
+            seat = await Seat.open(self.context, state, lease, self.backbone, self.compute, self.parking)
         except Refused as error:
             await self.fail(tenant, job, str(error))
             await self.leases.drop(tenant, job)
@@ -177,6 +183,10 @@ class Trainer:
             key = registry.job_key(seat.tenant, seat.job)
             if self.seats.get(key) is not seat:
                 continue  # cancelled, or lost to another trainer, while the step ran
+            if isinstance(outcome.error, Unreadable):  # its job goes on from its last commit, here or elsewhere
+                self.context.log.warning("slot lost", tenant=seat.tenant, job=seat.job, error=str(outcome.error))
+                await self.release(key)
+                continue
             if outcome.error is not None:
                 self.context.log.error("step failed", tenant=seat.tenant, job=seat.job, exc_info=outcome.error)
                 known = isinstance(outcome.error, NexusError)
@@ -187,13 +197,28 @@ class Trainer:
             seat.note(outcome, tenants=len(seats))
             await self.commit(seat)
         self.context.pulse.gauges["group_size"] = len(seats)
+        await self.alarm()
+
+    async def alarm(self) -> None:
+        """Tell of samples that came out otherwise in a group than alone: a promise is broken on this machine."""
+        for gap in self.group.canary.take():
+            numbers = {"error": gap.error, "tolerance": gap.tolerance, "group": gap.group}
+            self.context.log.error("a grouped feature differs from the same one alone", feature_id=gap.feature_id, **numbers)
+            await self.context.event(
+                "canary.gap", PROVIDER, key=uuid.uuid4().hex, data={**numbers, "worker": self.context.name},
+                message=f"feature {gap.feature_id[:12]}: {gap.error:.2g} away from the same sample alone",
+            )  # fmt: skip
+        self.context.pulse.gauges["canary_runs"] = self.group.canary.runs
 
     def learn(self, seats: list[Seat]) -> "list[MemberResult]":
         """Runs on the compute thread: decode everybody's records, then one grouped step. Results in the seats' order."""
         from nexus_bus.learning.group import MemberResult
 
-        members, failed = [], {}
+        lost = self.parking.use([seat.slot for seat in seats])
+        members, failed = [], {position: MemberResult(None, error, 0.0, 0.0, 0, 0, None) for position, error in lost.items()}
         for position, seat in enumerate(seats):
+            if position in failed:
+                continue
             try:
                 members.append(seat.next_work())
             except NexusError as error:
@@ -207,7 +232,7 @@ class Trainer:
             return
         try:
             await seat.commit()
-        except Conflict as error:
+        except (Conflict, Unreadable) as error:
             self.context.log.warning("slot lost", tenant=seat.tenant, job=seat.job, error=str(error))
             await self.release(registry.job_key(seat.tenant, seat.job))
 

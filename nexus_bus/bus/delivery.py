@@ -50,6 +50,7 @@ class Delivery:
         self.seq: int = meta.sequence.stream
         self.num_delivered: int = meta.num_delivered
         self.published_ns = int(meta.timestamp.timestamp() * 1e9)  # when the stream took it, unix time
+        self.received = time.monotonic()  # when it came here
 
     @property
     def tenant(self) -> str:

@@ -45,6 +45,10 @@ class Rounds:
                 return []
         return await self._collect(n)
 
+    def wake(self) -> None:
+        """End a wait that is going on in `take`: the taker has something else to do."""
+        self._arrived.set()
+
     async def _collect(self, n: int) -> list[Delivery]:
         taken: list[Delivery] = []
         idle = 0

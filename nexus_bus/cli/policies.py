@@ -1,33 +1,86 @@
-"""`nexus policies`: what was learned."""
-
-from pathlib import Path
+"""`nexus policies`: what was learned, what is kept of it, and where it comes from."""
 
 import click
 
 from nexus_bus.cli.options import asynchronous, bus_options, connect, console, json_option, print_json
+from nexus_bus.errors import NexusError
 
 
-@click.command("policies")
+class _ListFirst(click.Group):
+    """Lists when no other command is named: `nexus policies pick` is `nexus policies list pick`."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if not args or (args[0] not in self.commands and args[0] not in ctx.help_option_names):
+            args = ["list", *args]
+        return super().parse_args(ctx, args)
+
+
+@click.group("policies", cls=_ListFirst)
+def policies_command() -> None:
+    """Policy versions. `nexus policies [JOB]` lists them; `nexus export JOB@N DIR` leaves with one."""
+
+
+@policies_command.command("list")
 @click.argument("job", required=False)
-@click.option(
-    "--download", "directory", type=click.Path(file_okay=False, path_type=Path), help="Write one version (JOB@N) here."
-)
 @bus_options
 @json_option
 @asynchronous
-async def policies_command(job: str | None, directory: Path | None, url: str, tenant: str, as_json: bool) -> None:
-    """List policy versions, of JOB or of all jobs; or leave with one: `nexus policies pick@3 --download DIR`."""
-    if directory is not None and "@" not in (job or ""):
-        raise click.UsageError("--download needs one version, e.g. `nexus policies pick@3 --download DIR`")
+async def policies_list(job: str | None, url: str, tenant: str, as_json: bool) -> None:
+    """List policy versions: of JOB, one JOB@N, or all. The default command."""
     async with connect(url, tenant) as client:
-        if directory is not None:
-            for path in await client.download(job, directory):
-                click.echo(str(path))
-            return
         versions = [await client.policy(job)] if job and "@" in job else await client.policies(job)
+        if job and not versions and await client.job(job) is None:
+            raise NexusError(f"policies: {tenant} has no job {job!r} and no policy of that name; `nexus policies` lists all")
     if as_json:
         print_json(versions)
         return
     from nexus_bus.cli.show import policies_table
 
-    console().print(policies_table(versions) if versions else f"{tenant} has no policies")
+    none = f"{job} has published no version yet" if job else f"{tenant} has no policies"
+    console().print(policies_table(versions) if versions else none)
+
+
+@policies_command.command("pin")
+@click.argument("policy", metavar="JOB@N")
+@bus_options
+@json_option
+@asynchronous
+async def policies_pin(policy: str, url: str, tenant: str, as_json: bool) -> None:
+    """Keep a version for good, whatever the retention of its job says."""
+    await _pin(policy, True, url, tenant, as_json)
+
+
+@policies_command.command("unpin")
+@click.argument("policy", metavar="JOB@N")
+@bus_options
+@json_option
+@asynchronous
+async def policies_unpin(policy: str, url: str, tenant: str, as_json: bool) -> None:
+    """Leave a version to the retention of its job again."""
+    await _pin(policy, False, url, tenant, as_json)
+
+
+async def _pin(policy: str, pinned: bool, url: str, tenant: str, as_json: bool) -> None:
+    async with connect(url, tenant) as client:
+        version = await client.pin(policy, pinned)
+    if as_json:
+        print_json(version)
+    else:
+        click.echo(f"{version.id}: {'pinned' if version.pinned else 'not pinned'}")
+
+
+@policies_command.command("tree")
+@click.argument("policy", metavar="JOB@N")
+@bus_options
+@json_option
+@asynchronous
+async def policies_tree(policy: str, url: str, tenant: str, as_json: bool) -> None:
+    """Where a version comes from: its ancestors to the root, over all jobs. --json lists every one."""
+    async with connect(url, tenant) as client:
+        versions = await client.lineage(policy)
+    if as_json:
+        print_json(versions)
+        return
+    from nexus_bus.cli.show import lineage_table
+
+    console().print(lineage_table(versions))

@@ -1,6 +1,7 @@
 """Plans, jobs and policies as people read them."""
 
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -55,6 +56,8 @@ def plan_view(plan: Plan) -> RenderableType:
         rows.append(("algorithm", _brief(spec.algorithm)))
     if spec.evaluation is not None:
         rows.append(("evaluation", _brief(spec.evaluation)))
+    if spec.retention is not None:
+        rows.append(("retention", _brief(spec.retention)))
     if spec.budget.wall_s or spec.budget.device_s:
         rows.append(("budget", _brief(spec.budget)))
     rows += [(f"→ {purpose}", subject) for purpose, subject in plan.subjects.items()]
@@ -118,18 +121,41 @@ def units(state: JobState) -> int:
 def policies_table(versions: Iterable[PolicyVersion]) -> Table:
     """One line per version."""
     table = listing(
-        "policy", "parent", "head", "step", "records", "size", "created", "metrics", right=("step", "records", "size")
+        "policy", "parent", "head", "step", "records", "size", "kept", "created", "metrics", right=("step", "records", "size")
     )
     for version in versions:
         metrics = ", ".join(f"{name} {value:.3g}" for name, value in list(version.metrics.items())[:4])
+        size = version.weights.size + (version.adapter.size if version.adapter is not None else 0)
         table.add_row(
             version.id,
-            version.parent or "",
-            f"{version.contract.head.type} T={version.contract.horizon}",
+            version.parent or version.origin,
+            f"{version.contract.head.type} T={version.contract.horizon}{' + lora' if version.adapter is not None else ''}",
             str(version.step),
             str(version.records),
-            f"{version.weights.size / 1e6:.1f} MB",
+            "" if version.retired else f"{size / 1e6:.1f} MB",
+            f"retired {version.retired[:10]}" if version.retired else "pinned" if version.pinned else "",
             version.created[:19],
             metrics,
         )
     return table
+
+
+def lineage_table(versions: Sequence[PolicyVersion]) -> Table:
+    """One line per job that a version came through, youngest first; then where an imported one came from."""
+    table = listing("policy", "versions", "step", "records", "created", right=("versions", "step", "records"))
+    for _, group in itertools.groupby(versions, key=lambda version: version.job):
+        run = list(group)
+        newest = run[0]
+        table.add_row(
+            _span([version.id for version in run]), str(len(run)), str(newest.step), str(newest.records), newest.created[:19]
+        )
+    root = versions[-1]
+    elsewhere = [*filter(None, [root.origin]), *root.ancestors]
+    for _, names in itertools.groupby(elsewhere, key=lambda policy: policy.rpartition("/")[2].partition("@")[0]):
+        run = list(names)
+        table.add_row(Text(f"{_span(run)} (elsewhere)", style="dim"), str(len(run)), "", "", "")
+    return table
+
+
+def _span(policies: Sequence[str]) -> str:
+    return policies[0] if len(policies) == 1 else f"{policies[0]} … {policies[-1]}"

@@ -8,6 +8,6 @@
 The same without async: `nexus_bus.client.sync.Client`.
 """
 
-from nexus_bus.client.client import Client, Submission
+from nexus_bus.client.client import Client, Imported, Submission
 
-__all__ = ["Client", "Submission"]
+__all__ = ["Client", "Imported", "Submission"]

@@ -13,19 +13,20 @@ from typing import Any, Self
 
 import msgspec
 
-from nexus_bus import config
+from nexus_bus import config, exported
 from nexus_bus.bus import Bus
 from nexus_bus.documents import job_spec
 from nexus_bus.errors import BadJob, NotFound, Unavailable
-from nexus_bus.registry import job_key, policy_key
-from schemas.base import NAME_PATTERN, Name
-from schemas.events import Event
+from nexus_bus.registry import job_key, policies_prefix, policy_key, state_key
+from schemas.base import NAME_PATTERN, PUBLIC, Name
+from schemas.events import Event, EventType
 from schemas.job import EnvironmentSpec, EvaluationSpec, JobCancel, JobSpec
 from schemas.plan import TERMINAL, JobState
-from schemas.policy import PolicyVersion
+from schemas.policy import MAX_ANCESTORS, PolicyImport, PolicyPin, PolicyVersion, TrainingState
 
 ANSWER_S = 15.0  # how long the master may take to accept or refuse
 CLOCKS = timedelta(minutes=10)  # by which those of client and server may differ
+STATE_TRIES = 5  # to read a training state that is being replaced
 ENDINGS = frozenset({"job.completed", "job.failed", "job.cancelled"})
 
 Document = JobSpec | Mapping[str, Any] | str | Path
@@ -38,6 +39,14 @@ class Submission:
     job: str
     id: str  # message id of the submission
     message: str  # what the master said
+
+
+@dataclass(frozen=True)
+class Imported:
+    """A policy that came from elsewhere."""
+
+    policy: PolicyVersion
+    message: str  # what the master said; a warning, where its backbone is not known
 
 
 class Client:
@@ -103,25 +112,32 @@ class Client:
             document if isinstance(document, JobSpec) else job_spec(Path(document) if isinstance(document, str) else document)
         )
         name = submission or f"{self.tenant}/{spec.name}/{uuid.uuid4().hex}"
-        since = datetime.now(UTC) - CLOCKS
-        await self.bus.publish("job.submit", spec, msg_id=name, tenant=self.tenant)
-        try:
-            async with asyncio.timeout(timeout):
-                answer = await self._answer(name, since)
-        except TimeoutError:
-            raise Unavailable(
-                f"no answer from a master within {timeout:g} s; {spec.name!r} is queued and begins once one runs (`nexus up`)"
-            ) from None
-        if answer.type == "job.refused":
-            raise BadJob(answer.message)
+        answer = await self._ask("job.submit", spec, name, f"{spec.name!r}", ("job.accepted", "job.refused"), timeout)
         if wait:
             await self.wait(spec.name)
         return Submission(spec.name, name, answer.message)
 
-    async def _answer(self, submission: str, since: datetime) -> Event:
+    async def _ask(
+        self, name: str, message: Any, submission: str, what: str, answers: tuple[EventType, ...], timeout: float
+    ) -> Event:
+        """Put something on the master's queue, and wait for the event that answers it. Raises BadJob if that is a refusal."""
+        since = datetime.now(UTC) - CLOCKS
+        await self.bus.publish(name, message, msg_id=submission, tenant=self.tenant)
+        try:
+            async with asyncio.timeout(timeout):
+                answer = await self._answer(submission, since, answers)
+        except TimeoutError:
+            raise Unavailable(
+                f"no answer from a master within {timeout:g} s; {what} is queued and begins once one runs (`nexus up`)"
+            ) from None
+        if answer.type.endswith(".refused"):
+            raise BadJob(answer.message)
+        return answer
+
+    async def _answer(self, submission: str, since: datetime, answers: tuple[EventType, ...]) -> Event:
         async for item in self.bus.tail("event", since=since, follow=True, tenant=self.tenant, job="*"):
             event: Event = item.message
-            if event.submission == submission and event.type in ("job.accepted", "job.refused"):
+            if event.submission == submission and event.type in answers:
                 return event
         raise Unavailable("the event stream ended")  # a followed stream does not end
 
@@ -187,7 +203,7 @@ class Client:
 
     async def policies(self, job: str | None = None) -> list[PolicyVersion]:
         """Policy versions, of one job or of all, in order."""
-        prefix = f"policy.{self.tenant}." + (f"{_token('job', job)}." if job else "")
+        prefix = policies_prefix(self.tenant, _token("job", job) if job else "")
         entries = await asyncio.gather(*(self._registry.get(key, PolicyVersion) for key in await self._registry.keys(prefix)))
         return sorted((entry.value for entry in entries if entry is not None), key=lambda version: (version.job, version.n))
 
@@ -206,27 +222,100 @@ class Client:
             raise NotFound(f"policy: {self.tenant} has no {ref!r}; `nexus policies` lists what there is")
         return entry.value
 
-    async def download(self, ref: str, directory: Path) -> list[Path]:
-        """Leave with a policy: `model.safetensors` (the action module), `contract.json` and `policy.json`. Raises NotFound."""
-        version = await self.policy(ref)
+    async def lineage(self, ref: str) -> list[PolicyVersion]:
+        """A version and its ancestors to the root, over all jobs it came through. Raises NotFound."""
+        found = [await self.policy(ref)]
+        while (parent := found[-1].parent) is not None:
+            job, _, n = parent.partition("@")
+            entry = await self._registry.get(policy_key(self.tenant, job, int(n)), PolicyVersion)
+            if entry is None:
+                break  # never so while entries are kept for ever
+            found.append(entry.value)
+        return found
+
+    async def export(self, ref: str, directory: Path, *, training_state: bool = False, force: bool = False) -> list[Path]:
+        """Leave with a policy: see nexus_bus/exported.py for the files.
+
+        Args:
+            ref: `<job>@<n>` or `<job>@latest`.
+            directory: made if it is not there.
+            training_state: also what training would go on from; only the newest version of a job has it.
+            force: the directory may hold something; an export there is replaced.
+
+        Raises:
+            NotFound: there is no such version, or it was retired.
+            BadJob: something is in the way, or the version has no training state.
+            Unavailable: the disk is full or refuses.
+        """
+        lineage = await self.lineage(ref)
+        version, root = lineage[0], lineage[-1]
+        if version.retired:
+            raise NotFound(f"policy: {version.id} was retired on {version.retired[:19]}; its weights are gone")
         weights = await self.bus.blobs.get(version.weights)
-        files = {
-            "model.safetensors": weights,
-            "contract.json": _pretty(version.contract),
-            "policy.json": _pretty(version),
-        }
-        return await asyncio.to_thread(_write, directory, files)
+        adapter = await self.bus.blobs.get(version.adapter) if version.adapter is not None else None
+        training = await self._training_state(version) if training_state else None
+        ancestors = [*(one.id for one in lineage[1:]), *filter(None, [root.origin]), *root.ancestors]
+        files = exported.files_of(version, weights, adapter, ancestors, training)
+        return await asyncio.to_thread(exported.write, directory, files, force=force)
 
+    async def _training_state(self, version: PolicyVersion) -> tuple[TrainingState, bytes]:
+        for _ in range(STATE_TRIES):
+            entry = await self._registry.get(state_key(self.tenant, version.job), TrainingState)
+            if entry is None or entry.value.version != version.n:
+                newest = f"{version.job}@{entry.value.version} has one" if entry is not None else "it was not trained here"
+                raise BadJob(f"training state: {version.id} has none; {newest}")
+            try:
+                return entry.value, await self.bus.blobs.get(entry.value.state)
+            except NotFound:  # a trainer committed this moment, and dropped the state before
+                continue
+        raise Unavailable(f"training state: {version.job!r} commits faster than its state can be read; try again later")
 
-def _write(directory: Path, files: Mapping[str, bytes]) -> list[Path]:
-    directory.mkdir(parents=True, exist_ok=True)
-    for name, content in files.items():
-        (directory / name).write_bytes(content)
-    return [directory / name for name in files]
+    async def import_policy(self, directory: Path, *, name: str | None = None, timeout: float = ANSWER_S) -> Imported:
+        """Register an exported policy as `<name>@0`; a job may then start from it. The same content again is the same version.
 
+        Args:
+            name: default the name of the job it was exported from.
 
-def _pretty(value: Any) -> bytes:
-    return msgspec.json.format(msgspec.json.encode(value)) + b"\n"
+        Raises:
+            BadMessage, ContractError: the directory is no whole, unchanged export; names the file.
+            BadJob: the name is taken, or the master says no.
+            Unavailable: no answer in time.
+        """
+        taken = await asyncio.to_thread(exported.read, directory)
+        card, put = taken.card, self.bus.blobs.put
+        job = _token("name", name or card.id.partition("@")[0])
+        order = PolicyImport(
+            name=job,
+            contract=taken.contract,
+            weights=await put(taken.weights, media_type=card.weights.media_type),
+            adapter=await put(taken.adapter, media_type=card.weights.media_type) if taken.adapter is not None else None,
+            origin=f"{card.tenant}/{card.id}",
+            ancestors=card.ancestors[:MAX_ANCESTORS],
+            step=card.step,
+            records=card.records,
+            seed=card.seed,
+            metrics=card.metrics,
+            trace=card.trace,
+        )
+        submission = f"{self.tenant}/import/{job}/{uuid.uuid4().hex}"
+        answers: tuple[EventType, ...] = ("policy.imported", "policy.refused")
+        answer = await self._ask("policy.import", order, submission, f"the import of {job}@0", answers, timeout)
+        return Imported(await self.policy(f"{job}@0"), answer.message)
+
+    async def pin(self, ref: str, pinned: bool = True, *, timeout: float = ANSWER_S) -> PolicyVersion:
+        """Keep a version for good, whatever the retention of its job says; or, with False, no longer.
+
+        Raises:
+            NotFound: there is no such version.
+            BadJob: the master says no: it was retired.
+            Unavailable: no answer in time.
+        """
+        version = await self.policy(ref)
+        submission = f"{self.tenant}/pin/{version.id}/{uuid.uuid4().hex}"
+        answers: tuple[EventType, ...] = ("policy.pinned", "policy.unpinned", "policy.refused")
+        order = PolicyPin(policy=version.id, pinned=pinned)
+        await self._ask("policy.pin", order, submission, f"the pin of {version.id}", answers, timeout)
+        return await self.policy(version.id)
 
 
 def _token(field: str, name: str) -> str:
@@ -238,4 +327,6 @@ def _token(field: str, name: str) -> str:
 
 
 def _tenant(name: str) -> str:
+    if name == PUBLIC:
+        raise BadJob(f"tenant: {name!r} is reserved for what every tenant may read; choose another name")
     return _token("tenant", name)

@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from nexus_bus.client.client import Client as AsyncClient
-from nexus_bus.client.client import Document, Submission
+from nexus_bus.client.client import Document, Imported, Submission
 from schemas.events import Event
 from schemas.job import EnvironmentSpec, EvaluationSpec
 from schemas.plan import JobState
@@ -100,9 +100,25 @@ class Client:
         """Policy versions."""
         return self._wait(self._client.policies(job))
 
-    def download(self, ref: str, directory: Path) -> list[Path]:
-        """Fetch a policy."""
-        return self._wait(self._client.download(ref, directory))
+    def policy(self, ref: str) -> PolicyVersion:
+        """One version."""
+        return self._wait(self._client.policy(ref))
+
+    def lineage(self, ref: str) -> list[PolicyVersion]:
+        """A version and its ancestors."""
+        return self._wait(self._client.lineage(ref))
+
+    def export(self, ref: str, directory: Path, *, training_state: bool = False, force: bool = False) -> list[Path]:
+        """Leave with a policy."""
+        return self._wait(self._client.export(ref, directory, training_state=training_state, force=force))
+
+    def import_policy(self, directory: Path, *, name: str | None = None) -> Imported:
+        """Register an exported policy."""
+        return self._wait(self._client.import_policy(directory, name=name))
+
+    def pin(self, ref: str, pinned: bool = True) -> PolicyVersion:
+        """Keep a version for good, or no longer."""
+        return self._wait(self._client.pin(ref, pinned))
 
 
 async def _close(events: Any) -> None:

@@ -1,189 +1,175 @@
 """The feature cache of a host: what one worker encoded, the worker beside it does not encode again.
 
-Content-addressed, so nothing is ever invalid. In memory an LRU; below it, if a directory is given, one file a feature,
-shared by any number of processes: files appear whole (written aside, then renamed), the oldest go when the bound is passed.
+Content-addressed within a scope, so nothing is ever invalid and a hash is no permission: an entry answers only its own scope,
+a tenant or "public", and nobody learns, not even from the time it takes, what another tenant has shown. In memory an LRU;
+below it, if a directory is given, the disk (cache_disk.py).
 """
 
-import contextlib
-import json
-import os
 import time
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
+from nexus_bus.models.backbone import Backbone
+from nexus_bus.models.cache_disk import DiskCache
+from nexus_bus.models.features import Look, VLAFeature
 
-from nexus_bus.models.features import VLAFeature
+Key = tuple[str, str]  # scope, feature id
 
-if TYPE_CHECKING:  # a process that only reads the cache need not load transformers
-    from nexus_bus.models.backbone import Backbone
-    from nexus_bus.models.prompt import Prompt
+
+@dataclass(frozen=True)
+class ScopeStats:
+    """What the cache did for one scope in this process, and the bytes it holds."""
+
+    hits: int
+    misses: int
+    evictions: int  # from the disk, or from memory where there is no disk
+    memory_bytes: int
+    disk_bytes: int  # of all processes together
 
 
 class FeatureCache:
-    """Features by content id, bounded in memory and on disk."""
+    """Features by scope and content id, bounded in memory and on disk. Called from one thread at a time; stats from any."""
 
     def __init__(self, directory: Path | None = None, memory_bytes: int = 256 << 20, disk_bytes: int = 1 << 30) -> None:
         """Without a directory it lives in memory alone."""
-        self.directory = directory
-        self._memory: OrderedDict[str, VLAFeature] = OrderedDict()
+        self.disk = DiskCache(directory, disk_bytes) if directory is not None else None
+        self._memory: OrderedDict[Key, VLAFeature] = OrderedDict()
         self._memory_bound, self._memory_used = memory_bytes, 0
-        self._disk_bound, self._written = disk_bytes, 0
-        if directory is not None:
-            directory.mkdir(parents=True, exist_ok=True)
-            self._trim()
+        self._hits, self._misses, self._evictions = Counter[str](), Counter[str](), Counter[str]()
+        self._bytes: Counter[str] = Counter()  # in memory, by scope
 
-    def get(self, feature_id: str) -> VLAFeature | None:
-        """The feature, or None."""
-        feature = self._memory.get(feature_id)
+    def get(self, scope: str, feature_id: str) -> VLAFeature | None:
+        """The feature, if this scope has it."""
+        key = (scope, feature_id)
+        feature = self._memory.get(key)
         if feature is not None:
-            self._memory.move_to_end(feature_id)
-            return feature
-        feature = self._read(feature_id)
-        if feature is not None:
-            self._remember(feature)
+            self._memory.move_to_end(key)
+            if self.disk is not None:
+                self.disk.touch(scope, feature_id)
+        elif self.disk is not None and (feature := self.disk.read(scope, feature_id)) is not None:
+            self._remember(scope, feature)
+        if feature is None:
+            self._misses[scope] += 1
+        else:
+            self._hits[scope] += 1
         return feature
 
-    def put(self, feature: VLAFeature) -> None:
-        """Keep a feature. A full disk is not an error: the cache is a convenience."""
-        self._remember(feature)
-        if self.directory is None:
-            return
-        path = self._path(feature.feature_id)
-        aside = path.with_name(f".{path.name}.{os.getpid()}")
-        data = save(
-            {"hidden": feature.hidden.contiguous(), "token_type": feature.token_type.contiguous()},
-            metadata={"query_span": json.dumps(feature.query_span)},
-        )
-        try:
-            path.parent.mkdir(exist_ok=True)
-            aside.write_bytes(data)
-            aside.replace(path)
-        except OSError:
-            with contextlib.suppress(OSError):
-                aside.unlink()
-            return
-        self._written += len(data)
-        if self._written > self._disk_bound // 16:  # others write too: look at what is really there now and then
-            self._trim()
+    def put(self, scope: str, feature: VLAFeature) -> None:
+        """Keep a feature for its scope. A full disk is not an error: the cache is a convenience."""
+        self._remember(scope, feature)
+        if self.disk is not None:
+            self.disk.write(scope, feature)
 
     @property
     def memory_used(self) -> int:
         """Bytes held in memory."""
         return self._memory_used
 
-    def _path(self, feature_id: str) -> Path:
-        if self.directory is None:
-            raise ValueError("this cache has no directory")
-        return self.directory / feature_id[:2] / feature_id
+    def stats(self) -> dict[str, ScopeStats]:
+        """By scope."""
+        disk = self.disk.sizes() if self.disk is not None else {}
+        evictions = dict(self.disk.evictions if self.disk is not None else self._evictions)
+        hits, misses, memory = dict(self._hits), dict(self._misses), dict(self._bytes)
+        return {
+            scope: ScopeStats(*(counts.get(scope, 0) for counts in (hits, misses, evictions, memory, disk)))
+            for scope in sorted(hits.keys() | misses.keys() | memory.keys() | disk.keys())
+        }
 
-    def _remember(self, feature: VLAFeature) -> None:
-        if (old := self._memory.pop(feature.feature_id, None)) is not None:
-            self._memory_used -= old.nbytes
-        self._memory[feature.feature_id] = feature
-        self._memory_used += feature.nbytes
+    def gauges(self) -> dict[str, float]:
+        """Sums over all scopes, for a heartbeat."""
+        rows = self.stats().values()
+        names = ("hits", "misses", "evictions", "memory_bytes", "disk_bytes")
+        found = {f"cache_{name}": float(sum(getattr(row, name) for row in rows)) for name in names}
+        return found | {"cache_faults": float(self.disk.faults if self.disk is not None else 0)}
+
+    def close(self) -> None:
+        """Let go of the disk; what is there stays."""
+        if self.disk is not None:
+            self.disk.close()
+
+    def _remember(self, scope: str, feature: VLAFeature) -> None:
+        key = (scope, feature.feature_id)
+        if (old := self._memory.pop(key, None)) is not None:
+            self._count(scope, -old.nbytes)
+        self._memory[key] = feature
+        self._count(scope, feature.nbytes)
         while self._memory_used > self._memory_bound:
-            _, oldest = self._memory.popitem(last=False)
-            self._memory_used -= oldest.nbytes
+            (owner, _), oldest = self._memory.popitem(last=False)
+            self._count(owner, -oldest.nbytes)
+            self._evictions[owner] += 1
 
-    def _read(self, feature_id: str) -> VLAFeature | None:
-        if self.directory is None:
-            return None
-        path = self._path(feature_id)
-        try:
-            with safe_open(path, "pt") as file:
-                feature = VLAFeature(
-                    feature_id=feature_id,
-                    hidden=file.get_tensor("hidden"),
-                    token_type=file.get_tensor("token_type"),
-                    query_span=tuple(json.loads(file.metadata()["query_span"])),
-                )
-        except OSError:
-            return None
-        except (SafetensorError, KeyError, ValueError):  # cut short by a crash of the machine: encode it again
-            path.unlink(missing_ok=True)
-            return None
-        with contextlib.suppress(OSError):
-            os.utime(path)  # recently used
-        return feature
-
-    def _trim(self) -> None:
-        """Drop the least recently used files until a fifth of the bound is free."""
-        if self.directory is None:
-            return
-        self._written = 0
-        files: list[tuple[float, int, str]] = []
-        for folder in os.scandir(self.directory):
-            if folder.is_dir():
-                for entry in os.scandir(folder.path):
-                    with contextlib.suppress(OSError):
-                        stat = entry.stat()
-                        files.append((stat.st_mtime, stat.st_size, entry.path))
-        total = sum(size for _, size, _ in files)
-        if total <= self._disk_bound:
-            return
-        for _, size, path in sorted(files):
-            with contextlib.suppress(OSError):
-                os.unlink(path)
-            total -= size
-            if total <= self._disk_bound * 4 // 5:
-                return
+    def _count(self, scope: str, change: int) -> None:
+        self._memory_used += change
+        self._bytes[scope] += change
 
 
 @dataclass(frozen=True)
 class EncodeStats:
     """What a grouped encode did."""
 
-    total: int  # prompts asked for
+    total: int  # looks asked for
     unique: int  # different ones among them
     hits: int  # of the different ones, found in the cache
     forward_s: float  # time of the forwards, image preparation included
     groups: int  # forwards
-    forwarded: frozenset[str]  # ids that needed the forward, so that its cost can be shared out
+    forwarded: Mapping[Key, int]  # rows that each (scope, id) cost in the forward, so that its time can be shared out
+
+    def share(self, own: Mapping[Key, int], everybody: Mapping[Key, int]) -> float:
+        """Seconds of the forward that one asker owes, by rows; a row that several asked for is split among them.
+
+        Args:
+            own: how often the asker asked for each key.
+            everybody: how often all askers together did.
+        """
+        rows = sum(self.forwarded.get(key, 0) * count / everybody[key] for key, count in own.items())
+        return self.forward_s * rows / sum(self.forwarded.values()) if rows else 0.0
 
 
 def encode_cached(
-    backbone: "Backbone",
-    prompts: "Sequence[Prompt]",
+    backbone: Backbone,
+    looks: Sequence[Look],
     cache: FeatureCache | None = None,
-    layers: Sequence[int] = (-1,),
     ids: Sequence[str] | None = None,
 ) -> tuple[list[VLAFeature], EncodeStats]:
-    """Features of all prompts, in their order; equal prompts are encoded once, known ones not at all.
+    """Features of all looks, in their order; equal looks of a scope are encoded once, known ones not at all.
 
-    `ids` are the prompts' names where the caller has asked `backbone.ids` for them already.
+    A look with an adapter or a suffix, and one that names no scope, shares nothing and is not kept.
+    `ids` are the looks' names where the caller has asked `backbone.ids` for them already.
 
     Raises:
         BadMessage: a prompt that cannot be shown to the backbone.
     """
-    ids = backbone.ids(prompts, layers) if ids is None else ids
-    found: dict[str, VLAFeature] = {}
-    missing: dict[str, Prompt] = {}
-    for name, prompt in zip(ids, prompts, strict=True):
-        if name in found or name in missing:
+    ids = backbone.ids(looks) if ids is None else ids
+    # What is encoded once: a key for looks that may share, for the others their own position.
+    places: list[Key | int] = [
+        (look.scope, name) if look.scope and look.frozen else i for i, (name, look) in enumerate(zip(ids, looks, strict=True))
+    ]
+    found: dict[Key | int, VLAFeature] = {}
+    missing: dict[Key | int, int] = {}
+    for i, place in enumerate(places):
+        if place in found or place in missing:
             continue
-        if cache is not None and (known := cache.get(name)) is not None:
-            found[name] = known
+        if cache is not None and isinstance(place, tuple) and (known := cache.get(*place)) is not None:
+            found[place] = known
         else:
-            missing[name] = prompt
+            missing[place] = i
     hits = len(found)
     started = time.perf_counter()
-    for feature in backbone.encode(list(missing.values()), layers):
-        found[feature.feature_id] = feature
-    forward_s = time.perf_counter() - started
+    made = backbone.encode([looks[i] for i in missing.values()]) if missing else []
+    forward_s = time.perf_counter() - started if missing else 0.0
+    found.update(zip(missing, made, strict=True))
     if cache is not None:
-        for name in missing:
-            cache.put(found[name])
+        for place in missing:
+            if isinstance(place, tuple):
+                cache.put(place[0], found[place])
     stats = EncodeStats(
-        total=len(prompts),
+        total=len(looks),
         unique=len(found),
         hits=hits,
-        forward_s=forward_s if missing else 0.0,
+        forward_s=forward_s,
         groups=-(-len(missing) // backbone.tile),
-        forwarded=frozenset(missing),
+        forwarded=Counter((looks[i].scope, ids[i]) for i in missing.values()),
     )
-    return [found[name] for name in ids], stats
+    return [found[place] for place in places], stats

@@ -1,24 +1,33 @@
-"""Weights and training state as bytes: safetensors and JSON, never pickle. What a trainer commits and a tenant takes home."""
+"""Weights and training state as bytes: safetensors and JSON, never pickle. A trainer commits them, an inference worker loads.
+
+The same bytes are the files that a tenant takes home: see nexus_bus/exported.py.
+"""
 
 import json
-from pathlib import Path
+from collections.abc import Mapping
 
-import msgspec
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 
-from nexus_bus.errors import BadMessage
-from nexus_bus.models.heads import ActionModule
+from nexus_bus.errors import BadMessage, ContractError
+from nexus_bus.models.grafts import Adapter
+from nexus_bus.models.heads import ActionModule, FeatureShape
 from nexus_bus.models.slots import PolicySlot, Slot, build_module, load_tensors
-from schemas.policy import PolicyContract
+from nexus_bus.models.tensorfile import HEADER_LIMIT, adapted_layers, check_adapter, read_header
+from schemas.policy import PolicyVersion
 
-HEADER_LIMIT = 1 << 24
+Places = Mapping[str, tuple[int, int]]  # full name of each adapted layer → its (in, out) sizes, as `Grafts.places` gives them
 
 
 def weights_bytes(module: ActionModule) -> bytes:
     """The module's weights as safetensors."""
-    return save({name: tensor.detach().cpu().contiguous() for name, tensor in module.state_dict().items()})
+    return _save(module.state_dict())
+
+
+def adapter_bytes(adapter: Adapter) -> bytes:
+    """The adapter's weights as safetensors under peft's names."""
+    return _save(adapter.tensors())
 
 
 def load_weights(module: ActionModule, data: bytes) -> None:
@@ -31,21 +40,53 @@ def load_weights(module: ActionModule, data: bytes) -> None:
     load_tensors(module, _read(data, "weights"))
 
 
-def load_policy(version: str, contract: PolicyContract, weights: bytes, feature_size: int) -> PolicySlot:
-    """A policy version ready to act.
+def load_adapter(adapter: Adapter, data: bytes) -> None:
+    """Put weights into an adapter.
 
     Raises:
-        BadMessage, ContractError: as `load_weights`.
+        BadMessage: not safetensors.
+        ContractError: of another rank, for other layers or sizes, or not finite; names the tensor.
     """
-    module = build_module(contract, feature_size)
+    check_adapter(read_header(data, "adapter"), adapter.spec, "adapter")
+    adapter.load(_read(data, "adapter"))
+
+
+def load_policy(
+    version: PolicyVersion, weights: bytes, adapter: bytes | None, shape: FeatureShape, places: Places | None = None
+) -> PolicySlot:
+    """A policy version ready to act.
+
+    Args:
+        weights, adapter: the content of `version.weights` and `version.adapter`.
+        shape: of the resident backbone's features.
+        places: layers of the resident backbone that `contract.lora` adapts, so that others are refused; without them the
+            file's own are taken.
+
+    Raises:
+        BadMessage, ContractError: as `load_weights` and `load_adapter`, or the adapter is missing, or one too many.
+    """
+    contract = version.contract
+    module = build_module(contract, shape, None)
     load_weights(module, weights)
-    return PolicySlot.load(version, contract, module)
+    if (contract.lora is None) != (adapter is None):
+        has, says = ("none came", "has one") if adapter is None else ("one came", "has none")
+        raise ContractError(f"adapter: {has} with {version.id}, its contract.lora {says}")
+    loaded: Adapter | None = None
+    if contract.lora is not None and adapter is not None:
+        loaded = Adapter(contract.lora, _places(adapter) if places is None else places)
+        load_adapter(loaded, adapter)
+    return PolicySlot.load(version.id, contract, module, loaded)
+
+
+def _places(data: bytes) -> Places:
+    layers = adapted_layers(read_header(data, "adapter"), "adapter")
+    return {name: (size_in, size_out) for name, (_, size_in, size_out) in layers.items()}
 
 
 def training_state_bytes(slot: Slot) -> bytes:
-    """All that training goes on from, to the bit: weights, optimizer, generator, counters."""
+    """All that training goes on from, to the bit: weights of head and adapter, optimizer, generator, counters."""
     tensors, counters = slot.state()
-    return save({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, {"nexus": json.dumps(counters)})
+    return _save(tensors, {"nexus": json.dumps(counters)})
 
 
 def restore_training_state(slot: Slot, data: bytes) -> None:
@@ -53,7 +94,7 @@ def restore_training_state(slot: Slot, data: bytes) -> None:
 
     Raises:
         BadMessage: not a training state.
-        ContractError: of another head.
+        ContractError: of another head or adapter.
     """
     tensors = _read(data, "training state")
     try:
@@ -64,28 +105,12 @@ def restore_training_state(slot: Slot, data: bytes) -> None:
         raise BadMessage(f"training state: {error!r} is missing or wrong") from error
 
 
+def _save(tensors: Mapping[str, torch.Tensor], metadata: dict[str, str] | None = None) -> bytes:
+    return save({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, metadata)
+
+
 def _read(data: bytes, what: str) -> dict[str, torch.Tensor]:
     try:
         return load(data)
     except SafetensorError as error:
         raise BadMessage(f"{what}: not a safetensors file ({error})") from error
-
-
-def export(directory: Path, contract: PolicyContract, weights: bytes) -> None:
-    """Write a policy for its owner: `action_head.safetensors`, and `policy_contract.json` with all that must fit it."""
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / "action_head.safetensors").write_bytes(weights)
-    (directory / "policy_contract.json").write_bytes(msgspec.json.format(msgspec.json.encode(contract), indent=2))
-
-
-def read_export(directory: Path) -> tuple[PolicyContract, bytes]:
-    """Read what `export` wrote.
-
-    Raises:
-        BadMessage: the contract does not decode; names the field.
-    """
-    try:
-        contract = msgspec.json.decode((directory / "policy_contract.json").read_bytes(), type=PolicyContract)
-    except (OSError, msgspec.DecodeError) as error:
-        raise BadMessage(f"policy_contract.json: {error}") from error
-    return contract, (directory / "action_head.safetensors").read_bytes()

@@ -1,9 +1,15 @@
-"""The policy contract: built once when a job's first version is made, checked before anything acts or learns under it."""
+"""The policy contract: built once when a job's first version is made, checked before anything acts or learns under it.
+
+Known without torch: the master checks with it what a tenant brings.
+"""
+
+from typing import Literal
 
 from nexus_bus.errors import BadJob, ContractError
-from nexus_bus.models.catalog import BackboneInfo, check_head
+from nexus_bus.models.bases import BackboneInfo
+from nexus_bus.models.catalog import check_head, head_entry
 from nexus_bus.models.normalize import Normalize, statistics_hash
-from schemas.job import HeadSpec
+from schemas.job import HeadSpec, LoraSpec
 from schemas.policy import ActionSpec, Normalizer, NormMode, ObservationSpec, PolicyContract, Statistics
 
 
@@ -13,12 +19,13 @@ def build_contract(
     head: HeadSpec,
     action: ActionSpec,
     observation: ObservationSpec,
+    lora: LoraSpec | None = None,
     action_statistics: Statistics | None = None,
     state_statistics: Statistics | None = None,
     action_mode: NormMode = "min_max",
     state_mode: NormMode = "mean_std",
 ) -> PolicyContract:
-    """The contract of a new policy.
+    """The contract of a new policy. `lora`: the adapter that the head is trained with, in the tier of that name.
 
     Without action statistics the bounds of the action space serve (finite ones; else identity), without state statistics the
     state passes as it is: that is a policy which starts from no data.
@@ -32,24 +39,29 @@ def build_contract(
     else:
         action_norm = _normalizer(action_mode, action_statistics)
     state_norm = _normalizer(state_mode, state_statistics)
-    sizes = {tuple(size[:2]) for size in observation.cameras.values()}
     contract = PolicyContract(
         backbone=backbone.name,
         backbone_fingerprint=backbone.fingerprint,
         head=check_head(head),
         horizon=head.horizon,
+        lora=lora,
         query_tokens=backbone.query_tokens,
         action=action,
         observation=observation,
         prompt=backbone.prompt,
         image_size=backbone.image_size,
-        image_filter="none" if sizes <= {(backbone.image_size, backbone.image_size)} else "bicubic",
+        image_filter=image_filter(observation, backbone.image_size),
         action_norm=action_norm,
         state_norm=state_norm,
         statistics_hash=statistics_hash(action_norm, state_norm),
     )
     check_contract(contract, backbone=backbone, action=action, observation=observation)
     return contract
+
+
+def image_filter(observation: ObservationSpec, size: int) -> Literal["none", "bicubic"]:
+    """How pictures come to squares of `size` pixels: as they are, if every camera gives just those."""
+    return "none" if {camera[:2] for camera in observation.cameras.values()} <= {(size, size)} else "bicubic"
 
 
 def _normalizer(mode: NormMode, statistics: Statistics | None) -> Normalizer:
@@ -80,7 +92,8 @@ def check_contract(
     except BadJob as error:
         raise ContractError(f"contract.{error}") from error
     _equal("head.horizon", contract.head.horizon, contract.horizon)
-    if contract.horizon > contract.query_tokens:
+    _check_lora(contract, backbone)
+    if head_entry(contract.head.type).queries and contract.horizon > contract.query_tokens:
         raise ContractError(
             f"contract.horizon: {contract.horizon} actions, but {contract.backbone} ends its prompts with "
             f"{contract.query_tokens} query tokens; choose a horizon of at most {contract.query_tokens}"
@@ -102,6 +115,19 @@ def check_contract(
     if observation is not None:
         _equal("observation.state_size", contract.observation.state_size, observation.state_size)
         _equal("observation.cameras", list(contract.observation.cameras.items()), list(observation.cameras.items()))
+    # What the pictures are made with follows from the cameras; another filter shows the head other pixels than it learned.
+    _equal("image_filter", contract.image_filter, image_filter(observation or contract.observation, contract.image_size))
+
+
+def _check_lora(contract: PolicyContract, backbone: BackboneInfo | None) -> None:
+    tier, tiers = "frozen" if contract.lora is None else "lora", head_entry(contract.head.type).tiers
+    if tier not in tiers:
+        has = "no adapter" if contract.lora is None else "an adapter"
+        raise ContractError(f"contract.lora: {has}, but the head {contract.head.type!r} is of tier {' or '.join(tiers)}")
+    if contract.lora is not None and backbone is not None and contract.lora.last_layers > backbone.layers:
+        raise ContractError(
+            f"contract.lora.last_layers: {contract.lora.last_layers}, but {backbone.name} has {backbone.layers} layers"
+        )
 
 
 def _equal(field: str, has: object, met: object) -> None:

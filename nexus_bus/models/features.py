@@ -1,4 +1,4 @@
-"""`VLAFeature`: what the backbone says about one sample, and batches of them. Between the backbone and every head."""
+"""`Look` and `VLAFeature`: what a sample asks of the backbone, and what it gets. Between the backbone and every head."""
 
 import hashlib
 from collections.abc import Sequence
@@ -6,15 +6,44 @@ from dataclasses import dataclass
 
 import torch
 
+from nexus_bus.models.grafts import Adapter
+from nexus_bus.models.past import Past
+from nexus_bus.models.prompt import Prompt
+
+PUBLIC = "public"  # scope of data that every tenant may read
+REVISION = 2  # of the way features are computed: raised when their last bits change, so that no cache mixes two
+
+
+@dataclass(frozen=True, eq=False)
+class Look:
+    """What one sample asks of the backbone."""
+
+    prompt: Prompt
+    layers: tuple[int, ...] = (-1,)  # as in `hidden_states`: 0 the embeddings, -1 the last, after its norm
+    adapter: Adapter | None = None  # the tenant's deltas; such a feature has gradients and is never cached
+    suffix: torch.Tensor | None = None  # [n, H] embeddings that follow the prompt; never cached either
+    scope: str = ""  # whose cached features it may share: a tenant, or PUBLIC
+    past: Past | None = None  # of a prompt that is continued: filled by its first forward; then the suffix holds what is new
+
+    @property
+    def frozen(self) -> bool:
+        """Whether its feature depends on the shared weights and its prompt alone, so that it may be kept."""
+        return self.adapter is None and self.suffix is None
+
 
 @dataclass(frozen=True, eq=False)
 class VLAFeature:
     """Hidden states of one sample, unpadded, in the backbone's dtype."""
 
     feature_id: str
-    hidden: torch.Tensor  # [L, n_layers · H]
+    hidden: torch.Tensor  # [L (+ n of the suffix), n_layers · H]
     token_type: torch.Tensor  # [L] uint8: 0 text, 1 image, 2 query
     query_span: tuple[int, int]  # first and one past the last query token
+
+    @property
+    def length(self) -> int:
+        """L: tokens of the prompt, queries included; a suffix comes after them."""
+        return len(self.token_type)
 
     @property
     def nbytes(self) -> int:
@@ -25,15 +54,10 @@ class VLAFeature:
 def feature_id(fingerprint: str, profile: str, layers: Sequence[int], text: bytes, pixels: bytes) -> str:
     """Name of a feature by what it was computed from: equal names hold equal numbers."""
     digest = hashlib.blake2b(digest_size=20)
-    digest.update(f"{fingerprint}|{profile}|{','.join(map(str, layers))}|".encode())
+    digest.update(f"{REVISION}|{fingerprint}|{profile}|{','.join(map(str, layers))}|".encode())
     digest.update(text)
     digest.update(pixels)
     return digest.hexdigest()
-
-
-def group_key(fingerprint: str, profile: str, layers: Sequence[int], tier: str = "frozen") -> tuple[str, str, str, str]:
-    """What must agree for samples to share a forward. Horizon, state, actions, head, optimizer and wording need not."""
-    return fingerprint, profile, ",".join(map(str, layers)), tier
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,27 +67,32 @@ class FeatureBatch:
     hidden: torch.Tensor  # [B, Lmax, D], zero where padded
     mask: torch.Tensor  # [B, Lmax] bool, True on real tokens
     query: torch.Tensor  # [B, Q, D]
+    suffix: torch.Tensor | None = None  # [B, nmax, D] at the tokens that the head appended, zero where padded
 
     def __len__(self) -> int:
         return len(self.hidden)
 
     @classmethod
-    def collate(cls, features: Sequence[VLAFeature]) -> "FeatureBatch":
+    def collate(cls, features: Sequence[VLAFeature], device: torch.device | None = None) -> "FeatureBatch":
         """Pad on the right to the longest; the number of query tokens is the backbone's, hence the same for all."""
-        longest = max(len(feature.hidden) for feature in features)
-        first = features[0].hidden
-        hidden = first.new_zeros((len(features), longest, first.shape[1]), dtype=torch.float32)
-        mask = torch.zeros((len(features), longest), dtype=torch.bool, device=first.device)
-        for row, feature in enumerate(features):
-            hidden[row, : len(feature.hidden)] = feature.hidden
-            mask[row, : len(feature.hidden)] = True
-        query = torch.stack([feature.hidden[slice(*feature.query_span)] for feature in features]).float()
-        return cls(hidden=hidden, mask=mask, query=query)
+        lengths = [feature.length for feature in features]
+        whole = [feature.hidden.to(device or feature.hidden.device).float() for feature in features]
+        hidden = _stack([states[:length] for states, length in zip(whole, lengths, strict=True)])
+        mask = torch.zeros(hidden.shape[:2], dtype=torch.bool, device=hidden.device)
+        for row, length in enumerate(lengths):
+            mask[row, :length] = True
+        query = torch.stack([states[slice(*f.query_span)] for states, f in zip(whole, features, strict=True)])
+        rest = [states[length:] for states, length in zip(whole, lengths, strict=True)]
+        return cls(hidden, mask, query, _stack(rest) if any(len(part) for part in rest) else None)
 
     def rows(self, index: torch.Tensor) -> "FeatureBatch":
         """Some of the rows."""
-        return FeatureBatch(hidden=self.hidden[index], mask=self.mask[index], query=self.query[index])
+        suffix = None if self.suffix is None else self.suffix[index]
+        return FeatureBatch(self.hidden[index], self.mask[index], self.query[index], suffix)
 
-    def to(self, device: torch.device) -> "FeatureBatch":
-        """On another device."""
-        return FeatureBatch(hidden=self.hidden.to(device), mask=self.mask.to(device), query=self.query.to(device))
+
+def _stack(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """[n_i, D] … → [B, max n, D], zeros behind the shorter ones."""
+    if len({len(part) for part in parts}) == 1:
+        return torch.stack(list(parts))
+    return torch.nn.utils.rnn.pad_sequence(list(parts), batch_first=True)

@@ -1,17 +1,19 @@
 """Raw numbers to the head's numbers and back, as the contract says. Around every head, in training and in inference."""
 
 import hashlib
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from nexus_bus.errors import ContractError
 from schemas.policy import Normalizer
 
-Array = TypeVar("Array", NDArray[np.float32], torch.Tensor)
+if TYPE_CHECKING:
+    import torch
+
+Array = TypeVar("Array", NDArray[np.float32], "torch.Tensor")
 
 DEGENERATE = 1e-6  # a range or deviation below this is none: such a dimension is centred and keeps its scale
 
@@ -58,7 +60,11 @@ class Normalize:
 
 
 def _like(x: Array, value: NDArray[np.float32]) -> Array:
-    return torch.from_numpy(value) if isinstance(x, torch.Tensor) else value  # pyright: ignore[reportReturnType]
+    if isinstance(x, np.ndarray):
+        return value
+    import torch  # here: the master checks contracts, and does without it
+
+    return torch.from_numpy(value)
 
 
 def _affine(normalizer: Normalizer, size: int, field: str) -> tuple[NDArray[np.float64], NDArray[np.float64]]:

@@ -3,8 +3,7 @@
 A trainer commits a slot's state with what it learned; an inference worker loads immutable versions and swaps by pointer.
 """
 
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Generator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,16 +13,17 @@ from numpy.typing import NDArray
 
 from nexus_bus.errors import BadMessage, ContractError
 from nexus_bus.models.features import FeatureBatch, VLAFeature
-from nexus_bus.models.heads import ActionModule, PolicyModule, build_head
+from nexus_bus.models.grafts import Adapter
+from nexus_bus.models.heads import ActionModule, FeatureShape, PolicyModule, build_head
 from nexus_bus.models.normalize import Normalize
 from schemas.policy import PolicyContract
 
 State = tuple[dict[str, torch.Tensor], dict[str, int]]
 
 
-def build_module(contract: PolicyContract, feature_size: int, seed: int = 0) -> ActionModule:
-    """The head a contract describes, with fresh weights. `feature_size` is the backbone's hidden size."""
-    return build_head(contract.head, feature_size, contract.observation.state_size, contract.action.size, seed)
+def build_module(contract: PolicyContract, shape: FeatureShape, seed: int | None = 0) -> ActionModule:
+    """The head a contract describes, with fresh weights, or without a seed none yet. `shape` is the backbone's."""
+    return build_head(contract.head, shape, contract.observation.state_size, contract.action.size, seed)
 
 
 @dataclass(eq=False)
@@ -36,39 +36,87 @@ class Slot:
     module: ActionModule
     optimizer: torch.optim.Optimizer
     generator: torch.Generator
+    adapter: Adapter | None = None
     step: int = 0  # gradient steps
     batches: int = 0  # batches (SFT) or updates (RL) learned
     records: int = 0  # samples or rollout records learned
     version: int = -1  # newest published policy version
     action_norm: Normalize = field(init=False)
     state_norm: Normalize = field(init=False)
+    _shapes: list[torch.Size] = field(init=False, default_factory=list)  # of an emptied slot's weights
 
     def __post_init__(self) -> None:
         """Raises ContractError when a normalizer lacks its statistics."""
         self.action_norm = Normalize(self.contract.action_norm, self.contract.action.size, "contract.action_norm")
         self.state_norm = Normalize(self.contract.state_norm, self.contract.observation.state_size, "contract.state_norm")
 
+    @property
+    def device(self) -> torch.device:
+        """Where the module lives."""
+        return next(self.module.parameters()).device
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of weights and optimizer."""
+        entries = (value for entry in self.optimizer.state.values() for value in entry.values())
+        return sum(tensor.nbytes for tensor in (*self._weights(), *entries) if isinstance(tensor, torch.Tensor))
+
+    def empty(self) -> None:
+        """Let go of all numbers. Module, adapter and optimizer stay the objects they are, so that nobody holds a stale one."""
+        self._shapes = [weight.shape for weight in self._weights()]
+        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.state.clear()
+        for weight in self._weights():
+            weight.data = weight.data.new_empty(0)
+
+    def refill(self) -> None:
+        """Make room for the numbers again; `restore` puts them in."""
+        for weight, shape in zip(self._weights(), self._shapes, strict=True):
+            weight.data = weight.data.new_zeros(shape)
+
+    def _weights(self) -> list[torch.Tensor]:
+        modules = [self.module] if self.adapter is None else [self.module, self.adapter]
+        return [weight for module in modules for weight in (*module.parameters(), *module.buffers())]
+
     def state(self) -> State:
         """All that training goes on from: tensors by name (not copied), and counters."""
         tensors = {f"module.{name}": tensor for name, tensor in self.module.state_dict().items()}
+        if self.adapter is not None:
+            tensors |= {f"adapter.{name}": tensor for name, tensor in self.adapter.state_dict().items()}
         for index, entries in self.optimizer.state_dict()["state"].items():
             tensors |= {f"optimizer.{index}.{name}": value for name, value in entries.items()}
         tensors["generator"] = self.generator.get_state()
-        return tensors, {name: getattr(self, name) for name in ("step", "batches", "records", "version")}
+        return tensors, self._counters()
 
-    def snapshot(self) -> State:
-        """A copy of the state, to roll back to."""
-        tensors, counters = self.state()
+    def snapshot(self, *, weights: bool = True) -> State:
+        """A copy of the state, to roll back to; without weights and optimizer where these have not been touched yet."""
+        tensors, counters = self.state() if weights else ({"generator": self.generator.get_state()}, self._counters())
         return {name: tensor.detach().clone() for name, tensor in tensors.items()}, counters
 
+    def _counters(self) -> dict[str, int]:
+        return {name: getattr(self, name) for name in ("step", "batches", "records", "version")}
+
     def restore(self, state: State) -> None:
-        """Go on from a state.
+        """Go on from a state; one without weights leaves them as they are.
 
         Raises:
             ContractError: its tensors are not those of this slot's head.
         """
         tensors, counters = state
-        load_tensors(self.module, {n.removeprefix("module."): t for n, t in tensors.items() if n.startswith("module.")})
+        if len(tensors) > 1:
+            self._restore_weights(tensors)
+        self.optimizer.zero_grad(set_to_none=True)
+        self.generator.set_state(tensors["generator"].cpu())
+        for name, value in counters.items():
+            setattr(self, name, value)
+
+    def _restore_weights(self, tensors: dict[str, torch.Tensor]) -> None:
+        load_tensors(self.module, _below("module.", tensors))
+        adapter = _below("adapter.", tensors)
+        if self.adapter is not None:
+            load_tensors(self.adapter, adapter)
+        elif adapter:
+            raise ContractError("training state: it has an adapter, the job's contract has none")
         entries: dict[int, dict[str, Any]] = {}
         for name, tensor in tensors.items():
             if name.startswith("optimizer."):
@@ -76,14 +124,14 @@ class Slot:
                 entries.setdefault(int(index), {})[entry] = tensor.clone()
         groups = self.optimizer.state_dict()["param_groups"]
         self.optimizer.load_state_dict({"state": entries, "param_groups": groups})
-        self.optimizer.zero_grad(set_to_none=True)
-        self.generator.set_state(tensors["generator"].cpu())
-        for name, value in counters.items():
-            setattr(self, name, value)
+
+
+def _below(prefix: str, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
 def load_tensors(module: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> None:
-    """Copy weights into a module, in place, after comparing every name, shape and number.
+    """Copy weights into a module, in place, after comparing every name, shape and number; a shell takes the tensors themselves.
 
     Raises:
         ContractError: names the first tensor that does not fit.
@@ -98,7 +146,8 @@ def load_tensors(module: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> N
             raise ContractError(f"weights: {name!r} is {gets}, the head has {has}")
         if not torch.isfinite(tensor).all():
             raise ContractError(f"weights: {name!r} holds numbers that are not finite")
-    module.load_state_dict(tensors)
+    shell = any(tensor.is_meta for tensor in own.values())
+    module.load_state_dict(tensors, assign=shell)
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,12 +167,13 @@ class PolicySlot:
     version: str  # <job>@<n>
     contract: PolicyContract
     module: ActionModule
+    adapter: Adapter | None
     action_norm: Normalize
     state_norm: Normalize
 
     @classmethod
-    def load(cls, version: str, contract: PolicyContract, module: ActionModule) -> "PolicySlot":
-        """Wrap a module whose weights are final.
+    def load(cls, version: str, contract: PolicyContract, module: ActionModule, adapter: Adapter | None = None) -> "PolicySlot":
+        """Wrap a module and an adapter whose weights are final.
 
         Raises:
             ContractError: a normalizer lacks its statistics.
@@ -132,6 +182,7 @@ class PolicySlot:
             version=version,
             contract=contract,
             module=module.eval().requires_grad_(False),
+            adapter=adapter.eval().requires_grad_(False) if adapter is not None else None,
             action_norm=Normalize(contract.action_norm, contract.action.size, "contract.action_norm"),
             state_norm=Normalize(contract.state_norm, contract.observation.state_size, "contract.state_norm"),
         )
@@ -144,24 +195,39 @@ class PolicySlot:
             BadMessage: the state has another size or is not finite.
             ContractError: the policy gave something that is not finite.
         """
-        rows = torch.from_numpy(state_row(self.state_norm, state, self.contract.observation.state_size))[None]
-        batch = FeatureBatch.collate([feature])
+        rows = self._state(state)[None]
+        batch = FeatureBatch.collate([feature], rows.device)
         generator = torch.Generator().manual_seed(seed)
-        log_prob, value = None, None
         if isinstance(self.module, PolicyModule) and not greedy:
             drawn = self.module.sample(batch, rows, generator)
-            actions, log_prob, value = drawn.actions, drawn.log_prob[0].tolist(), float(drawn.value)
-        else:
-            actions = self.module.predict(batch, rows, generator)
-            if isinstance(self.module, PolicyModule):
-                density, _, worth = self.module.evaluate(batch, rows, actions)
-                log_prob, value = density[0].tolist(), float(worth)
-        sample = actions[0].numpy()
+            return self._acted(drawn.actions[0], drawn.log_prob[0], drawn.value)
+        actions = self.module.predict(batch, rows, generator)
+        if isinstance(self.module, PolicyModule):
+            density, _, worth = self.module.evaluate(batch, rows, actions)
+            return self._acted(actions[0], density[0], worth)
+        return self._acted(actions[0])
+
+    def decode(self, state: NDArray[np.float32], *, seed: int = 0) -> Generator[torch.Tensor, torch.Tensor, Acted]:
+        """Answer one request of a head that decodes: yields suffixes, is sent the hidden states at them, returns the answer.
+
+        Raises:
+            BadMessage, ContractError: as `act`.
+        """
+        return self._acted((yield from self.module.decode(self._state(state), torch.Generator().manual_seed(seed))))
+
+    def _state(self, state: NDArray[np.float32]) -> torch.Tensor:
+        row = state_row(self.state_norm, state, self.contract.observation.state_size)
+        return torch.from_numpy(row).to(next(self.module.parameters()).device)
+
+    def _acted(self, actions: torch.Tensor, log_prob: torch.Tensor | None = None, value: torch.Tensor | None = None) -> Acted:
+        """actions [T, D] in the head's space, log_prob [T]."""
+        sample = actions.cpu().numpy()
         if not np.isfinite(sample).all():
             raise ContractError(f"policy {self.version}: its actions are not finite")
         space = self.contract.action
         raw = np.clip(self.action_norm.inverse(sample), space.low, space.high)
-        return Acted(raw.astype(np.float32), sample, log_prob, value)
+        density = log_prob.tolist() if log_prob is not None else None
+        return Acted(raw.astype(np.float32), sample, density, float(value) if value is not None else None)
 
 
 def state_row(norm: Normalize, state: NDArray[Any], size: int) -> NDArray[np.float32]:
@@ -176,30 +242,3 @@ def state_row(norm: Normalize, state: NDArray[Any], size: int) -> NDArray[np.flo
     if not np.isfinite(row).all():
         raise BadMessage("observation.state: holds numbers that are not finite")
     return norm.forward(row)
-
-
-class PolicySlots:
-    """Loaded versions, the least recently used dropped first. Keys are (tenant, version): names of two tenants may agree."""
-
-    def __init__(self, capacity: int = 64) -> None:
-        """`capacity` versions at most."""
-        self.capacity = capacity
-        self._slots: OrderedDict[tuple[str, str], PolicySlot] = OrderedDict()
-
-    def get(self, tenant: str, version: str) -> PolicySlot | None:
-        """The slot if it is loaded; the caller loads what is not."""
-        slot = self._slots.get((tenant, version))
-        if slot is not None:
-            self._slots.move_to_end((tenant, version))
-        return slot
-
-    def put(self, tenant: str, slot: PolicySlot) -> None:
-        """Keep a slot; a version is immutable, so a second one under its name is the same."""
-        self._slots[tenant, slot.version] = slot
-        self._slots.move_to_end((tenant, slot.version))
-        while len(self._slots) > self.capacity:
-            self._slots.popitem(last=False)
-
-    def versions(self) -> Sequence[tuple[str, str]]:
-        """What is loaded, least recently used first."""
-        return list(self._slots)

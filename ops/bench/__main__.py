@@ -23,7 +23,7 @@ from nexus_bus.envs.rendering import probe  # noqa: E402
 from nexus_bus.envs.session import Session  # noqa: E402
 from nexus_bus.models.backbone import Backbone  # noqa: E402
 from nexus_bus.models.cache import FeatureCache, encode_cached  # noqa: E402
-from ops.bench.prompts import noise_prompts  # noqa: E402
+from ops.bench.models_base import looks  # noqa: E402
 from schemas.control import JobReport  # noqa: E402
 from schemas.job import EnvironmentSpec  # noqa: E402
 
@@ -78,10 +78,10 @@ async def bus_rates() -> dict[str, float]:
 def model_ratios() -> dict[str, float]:
     """What group batching and the feature cache save, against one forward per tenant and sample."""
     backbone = Backbone.load("nexus-nano")
-    frames = noise_prompts(TENANTS)
+    frames = looks(TENANTS, TENANTS)
     serial = timed(lambda: [backbone.encode([frame]) for frame in frames])
     grouped = timed(lambda: backbone.encode(frames))
-    shared = noise_prompts(FRAMES)
+    shared = looks(FRAMES)
 
     def epochs(cache: FeatureCache | None) -> None:
         for _ in range(3):

@@ -8,7 +8,7 @@ import pytest
 from nexus_bus.documents import job_spec
 from nexus_bus.envs.catalog import describe
 from nexus_bus.errors import BadJob, NotFound, Refused
-from nexus_bus.models.catalog import describe_backbone
+from nexus_bus.models.bases import describe_backbone
 from nexus_bus.models.contract import build_contract
 from nexus_bus.plan import compile_plan
 from schemas.base import BlobRef
@@ -114,7 +114,9 @@ def test_notes_say_what_may_surprise():
 @pytest.mark.parametrize(
     ("document", "said"),
     [
-        (SFT | {"tier": "lora"}, "tier: 'lora' is not served yet"),
+        (SFT | {"lora": {"rank": 4}}, 'lora: needs tier = "lora"'),
+        (SFT | {"tier": "lora", "lora": {"last_layers": 9}}, "lora.last_layers: 9, but nexus-nano has 4"),
+        (SFT | {"head": {"type": "fast"}}, "tier: 'fast' needs lora"),
         (EVAL | {"init": None}, "init: an eval job names"),
         (EVAL | {"algorithm": {"name": "sft"}}, "algorithm: an eval job learns nothing"),
         (EVAL | {"environment": None}, "environment: "),
@@ -126,7 +128,7 @@ def test_notes_say_what_may_surprise():
         (RL | {"data": {"dataset": "d"}}, "data: an rl job"),
         (RL | {"environment": None}, "environment: "),
         (RL | {"head": {"type": "gr00t"}}, "head.type: 'gr00t' has no log-prob for reinforcement learning; use oft"),
-        (RL | {"head": {"type": "diffusion"}}, "head.type: 'diffusion' does not exist; there are gr00t, oft"),
+        (RL | {"head": {"type": "diffusion"}}, "head.type: 'diffusion' does not exist; there are fast, gr00t, oft, pi"),
         (RL | {"head": {"options": {"depth": 3}}}, "head.options.depth: "),
         (RL | {"head": {"horizon": 33}}, "head.horizon: 33"),
         (RL | {"environment": TABLETOP | {"execute": 9}}, "environment.execute: 9 actions of a chunk of 8"),

@@ -4,12 +4,25 @@ from typing import Any
 
 import msgspec
 
-from nexus_bus.learning.algorithms.base import Algorithm, Diverged, LearnResult
+from nexus_bus.learning.algorithms.base import Algorithm, Descend, Diverged, Features, Learning, LearnResult
 from nexus_bus.learning.algorithms.ppo import Ppo, PpoWork
 from nexus_bus.learning.algorithms.sft import Sft, SftWork
 from schemas import job
 
-__all__ = ["ALGORITHMS", "Algorithm", "Diverged", "LearnResult", "Ppo", "PpoWork", "Sft", "SftWork", "make_algorithm"]
+__all__ = [
+    "ALGORITHMS",
+    "Algorithm",
+    "Descend",
+    "Diverged",
+    "Features",
+    "LearnResult",
+    "Learning",
+    "Ppo",
+    "PpoWork",
+    "Sft",
+    "SftWork",
+    "make_algorithm",
+]
 
 ALGORITHMS: dict[str, Any] = {"sft": Sft, "ppo": Ppo}
 

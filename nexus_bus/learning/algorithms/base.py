@@ -1,20 +1,23 @@
-"""What every algorithm is: it names the prompts it needs features of, then learns in a private slot. See `ALGORITHMS`."""
+"""What every algorithm is: it learns in a private slot, and says what it needs as it goes. See `ALGORITHMS`.
 
-import math
+`learn` is a generator. It asks for features (and is sent a FeatureBatch) and for descents (and is sent the gradient's norm);
+whoever drives it serves the askings of many tenants together, in one forward and one backward. See group.py.
+"""
+
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from nexus_bus.errors import BadMessage, Refused
-from nexus_bus.models.features import VLAFeature
+from nexus_bus.models.grafts import Adapter
 from nexus_bus.models.heads import ActionModule
 from nexus_bus.models.prompt import Prompt
-from nexus_bus.models.slots import Slot, State, state_row
+from nexus_bus.models.slots import Slot, state_row
 from nexus_bus.tensors import decode_image, from_tensor
 from schemas.base import Tensor
 from schemas.environment import Observation
@@ -39,6 +42,32 @@ class LearnResult:
     steps: int = 0  # gradient steps taken
 
 
+@dataclass(frozen=True, eq=False)
+class Features:
+    """Asks for features of the work's prompts; the answer is a FeatureBatch on the slot's device."""
+
+    rows: torch.Tensor | None = None  # indices of prompts; None: all
+    suffix: Sequence[torch.Tensor] | None = None  # per row, what the head appends to the prompt
+    grad: bool = True  # whether gradients are to reach the slot's adapter
+
+
+@dataclass(frozen=True, eq=False)
+class Descend:
+    """Asks for one gradient step down a loss; the answer is the gradient's norm before clipping.
+
+    Every parameter group is clipped to a norm of its own: they share no parameters, so a large error of the value does not
+    shrink the step of the policy.
+    """
+
+    loss: torch.Tensor
+    grad_clip: float
+    rates: Mapping[str, float]  # learning rate by the group's name
+    last: bool = False  # nothing is asked for after it: the step is taken once `learn` has returned
+
+
+Learning: TypeAlias = Generator[Features | Descend, Any, LearnResult]
+
+
 class Algorithm(ABC, Generic[Work]):
     """Turns work into gradient steps. It keeps no state of its own: all of it is in the slot."""
 
@@ -54,28 +83,30 @@ class Algorithm(ABC, Generic[Work]):
         """What the backbone must encode, in the order that `learn` reads."""
 
     @abstractmethod
-    def learn(self, slot: Slot, work: Work, features: list[VLAFeature]) -> LearnResult:
-        """Learn one unit of work.
-
-        Raises:
-            Diverged: a loss or gradient is not finite; the slot is then to be rolled back.
-        """
+    def learn(self, slot: Slot, work: Work) -> Learning:
+        """Learn one unit of work. What it raises ends this work alone; the slot is then rolled back."""
 
     def make_slot(
-        self, tenant: str, job: str, contract: PolicyContract, module: ActionModule, state: State | None = None
+        self,
+        tenant: str,
+        job: str,
+        contract: PolicyContract,
+        module: ActionModule,
+        adapter: Adapter | None = None,
     ) -> Slot:
-        """A slot at its beginning, or at a committed state."""
-        slot = Slot(
+        """A slot at its beginning."""
+        optimizer = self.optimizer(module)
+        if adapter is not None:
+            optimizer.add_param_group({"params": list(adapter.parameters()), "name": "adapter", "weight_decay": 0.0})
+        return Slot(
             tenant=tenant,
             job=job,
             contract=contract,
             module=module.train(),
-            optimizer=self.optimizer(module),
+            adapter=adapter,
+            optimizer=optimizer,
             generator=torch.Generator().manual_seed(self.slot_seed),
         )
-        if state is not None:
-            slot.restore(state)
-        return slot
 
 
 def observation_prompt(observation: Observation, contract: PolicyContract) -> Prompt:
@@ -95,9 +126,10 @@ def observation_prompt(observation: Observation, contract: PolicyContract) -> Pr
 
 
 def observation_states(observations: Iterable[Observation], slot: Slot) -> torch.Tensor:
-    """Normalised states [B, S]. Raises BadMessage for a state that does not fit the contract."""
+    """Normalised states [B, S] on the slot's device. Raises BadMessage for a state that does not fit the contract."""
     size = slot.contract.observation.state_size
-    return torch.from_numpy(np.stack([state_row(slot.state_norm, from_tensor(o.state), size) for o in observations]))
+    rows = np.stack([state_row(slot.state_norm, from_tensor(o.state), size) for o in observations])
+    return torch.from_numpy(rows).to(slot.device)
 
 
 def numbers(tensor: Tensor, shape: tuple[int, ...], field_name: str) -> NDArray[np.float32]:
@@ -109,31 +141,3 @@ def numbers(tensor: Tensor, shape: tuple[int, ...], field_name: str) -> NDArray[
     if not np.isfinite(array).all():
         raise BadMessage(f"{field_name}: holds numbers that are not finite")
     return array
-
-
-def gradient_step(slot: Slot, loss: torch.Tensor, grad_clip: float, rates: Mapping[str, float]) -> float:
-    """Backward, clip every parameter group to a norm of its own, step with the group's learning rate by its name.
-
-    The groups share no parameters, so a large error of the value does not shrink the step of the policy.
-
-    Returns:
-        The gradient's norm before clipping, all groups together.
-
-    Raises:
-        Diverged: loss or gradient not finite; no weight has been touched.
-    """
-    slot.optimizer.zero_grad(set_to_none=True)
-    loss.backward()
-    groups = slot.optimizer.param_groups
-    norm = math.hypot(*(float(torch.nn.utils.clip_grad_norm_(group["params"], grad_clip)) for group in groups))
-    if not math.isfinite(norm) or not torch.isfinite(loss):
-        raise Diverged(
-            f"step {slot.step}: loss {float(loss.detach()):g}, gradient norm {norm:g}; "
-            "lower the learning rate or check the data"
-        )
-    for group in groups:
-        group["lr"] = rates[group["name"]]
-    slot.optimizer.step()
-    slot.optimizer.zero_grad(set_to_none=True)
-    slot.step += 1
-    return norm

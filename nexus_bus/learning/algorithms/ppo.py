@@ -17,14 +17,16 @@ from nexus_bus.errors import BadJob, BadMessage
 from nexus_bus.learning.algorithms.base import (
     BETAS,
     Algorithm,
+    Descend,
+    Features,
+    Learning,
     LearnResult,
-    gradient_step,
     numbers,
     observation_prompt,
     observation_states,
 )
 from nexus_bus.learning.gae import gae
-from nexus_bus.models.features import FeatureBatch, VLAFeature
+from nexus_bus.models.features import FeatureBatch
 from nexus_bus.models.heads import ActionModule, PolicyModule
 from nexus_bus.models.prompt import Prompt
 from nexus_bus.models.slots import Slot
@@ -98,7 +100,6 @@ class PpoWork:
 class _Batch:
     """Tensors of one update, all over N chunks."""
 
-    features: FeatureBatch
     state: torch.Tensor
     actions: torch.Tensor
     executed: torch.Tensor
@@ -135,23 +136,27 @@ class Ppo(Algorithm[PpoWork]):
         """One per decision."""
         return work.prompts
 
-    def learn(self, slot: Slot, work: PpoWork, features: list[VLAFeature]) -> LearnResult:
+    def learn(self, slot: Slot, work: PpoWork) -> Learning:
         """One update; the metrics are means over its minibatches."""
         spec, module = self.spec, _policy(slot.module)
+        features = yield Features(grad=False)
         batch = self._prepare(slot, work, features, module)
         warming = slot.batches < spec.value_warmup_updates
+        rates = {"policy": spec.learning_rate, "value": spec.value_learning_rate}
+        if slot.contract.lora is not None:
+            rates["adapter"] = slot.contract.lora.learning_rate
         sums: dict[str, float] = {}
         steps = 0
         stopped = False
         for _ in range(spec.epochs):
             order = torch.randperm(len(batch.actions), generator=slot.generator)
             for rows in order.split(spec.minibatch):
-                loss, metrics = self._loss(module, batch, rows, warming)
+                features = yield Features(rows=rows)
+                loss, metrics = self._loss(module, batch, features, rows.to(slot.device), warming)
                 if spec.target_kl is not None and not warming and metrics["kl"] > spec.target_kl:
                     stopped = True
                     break
-                rates = {"policy": spec.learning_rate, "value": spec.value_learning_rate}
-                metrics["grad_norm"] = gradient_step(slot, loss, spec.grad_clip, rates)
+                metrics["grad_norm"] = yield Descend(loss, spec.grad_clip, rates)
                 for name, number in metrics.items():
                     sums[name] = sums.get(name, 0.0) + number
                 steps += 1
@@ -163,32 +168,35 @@ class Ppo(Algorithm[PpoWork]):
         return LearnResult(loss=metrics.get("loss", 0.0), metrics=metrics, samples=len(batch.actions), steps=steps)
 
     @torch.no_grad()
-    def _prepare(self, slot: Slot, work: PpoWork, features: list[VLAFeature], module: PolicyModule) -> _Batch:
-        spec = self.spec
-        advantage, returns, value = work.targets(spec.gamma, spec.lam)
-        collated = FeatureBatch.collate(features)
-        state = observation_states(work.observations, slot)
-        per_action, _, _ = module.evaluate(collated, state, work.actions)
-        present = (per_action * work.executed).sum(-1)
-        proximal = torch.where(work.version < slot.version, present, work.log_prob)
+    def _prepare(self, slot: Slot, work: PpoWork, features: FeatureBatch, module: PolicyModule) -> _Batch:
+        spec, device = self.spec, slot.device
+        advantage, returns, value = (part.to(device) for part in work.targets(spec.gamma, spec.lam))
+        state, actions, executed = (
+            observation_states(work.observations, slot),
+            work.actions.to(device),
+            work.executed.to(device),
+        )
+        per_action, _, _ = module.evaluate(features, state, actions)
+        present = (per_action * executed).sum(-1)
+        behaviour = work.log_prob.to(device)
+        proximal = torch.where(work.version.to(device) < slot.version, present, behaviour)
         return _Batch(
-            features=collated,
             state=state,
-            actions=work.actions,
-            executed=work.executed,
+            actions=actions,
+            executed=executed,
             advantage=(advantage - advantage.mean()) / (advantage.std(correction=0) + 1e-5),
             returns=returns,
             value=value,
             proximal=proximal,
-            weight=(proximal - work.log_prob).exp().clamp_max(BEHAVIOUR_CUT),
+            weight=(proximal - behaviour).exp().clamp_max(BEHAVIOUR_CUT),
         )
 
     def _loss(
-        self, module: PolicyModule, batch: _Batch, rows: torch.Tensor, warming: bool
+        self, module: PolicyModule, batch: _Batch, features: FeatureBatch, rows: torch.Tensor, warming: bool
     ) -> tuple[torch.Tensor, dict[str, float]]:
         """Clipped surrogate, clipped Huber value loss, entropy bonus, over the chunks `rows`."""
         spec = self.spec
-        per_action, entropy, value = module.evaluate(batch.features.rows(rows), batch.state[rows], batch.actions[rows])
+        per_action, entropy, value = module.evaluate(features, batch.state[rows], batch.actions[rows])
         executed = batch.executed[rows]
         log_ratio = (per_action * executed).sum(-1) - batch.proximal[rows]
         ratio = log_ratio.exp()

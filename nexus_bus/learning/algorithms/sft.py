@@ -9,14 +9,15 @@ from nexus_bus.errors import BadMessage
 from nexus_bus.learning.algorithms.base import (
     BETAS,
     Algorithm,
+    Descend,
+    Features,
+    Learning,
     LearnResult,
-    gradient_step,
     numbers,
     observation_prompt,
     observation_states,
 )
 from nexus_bus.learning.schedule import cosine
-from nexus_bus.models.features import FeatureBatch, VLAFeature
 from nexus_bus.models.heads import ActionModule
 from nexus_bus.models.prompt import Prompt
 from nexus_bus.models.slots import Slot
@@ -82,13 +83,18 @@ class Sft(Algorithm[SftWork]):
         spec = self.spec
         return cosine(step, peak=spec.learning_rate, floor=spec.min_learning_rate, warmup=spec.warmup_steps, total=spec.steps)
 
-    def learn(self, slot: Slot, work: SftWork, features: list[VLAFeature]) -> LearnResult:
+    def learn(self, slot: Slot, work: SftWork) -> Learning:
         """One gradient step."""
         state = observation_states(work.observations, slot)
-        actions = slot.action_norm.forward(work.actions)
-        loss = slot.module.loss(FeatureBatch.collate(features), state, actions, work.pad, slot.generator)
+        actions = slot.action_norm.forward(work.actions).to(slot.device)
+        pad = work.pad.to(slot.device)
+        features = yield Features(suffix=slot.module.suffix(state, actions, pad))
+        loss = slot.module.loss(features, state, actions, pad, slot.generator)
         rate = self.rate(slot.step)
-        norm = gradient_step(slot, loss, self.spec.grad_clip, {"policy": rate})
+        rates = {"policy": rate}
+        if slot.contract.lora is not None:  # the same curve at a height of its own
+            rates["adapter"] = slot.contract.lora.learning_rate * rate / self.spec.learning_rate
+        norm = yield Descend(loss, self.spec.grad_clip, rates, last=True)
         slot.batches += 1
         slot.records += len(work.observations)
         value = float(loss.detach())

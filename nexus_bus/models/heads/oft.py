@@ -3,6 +3,15 @@
 After StarVLA's OFT head (LayerNorm, Linear H → 2H, ReLU, residual MLP blocks, LayerNorm, Linear → D); the state and the place
 in the chunk are added at the width of the MLP. The value is a small MLP of its own on the raw features, so that its
 gradients never reach the policy.
+
+| tensor                | shape                                                       |
+|-----------------------|-------------------------------------------------------------|
+| features.query        | [B, Q, H], the last layer at the query tokens; first T read |
+| inside (W = 2H)       | [B, T, W], the state S → W added to each                    |
+| mean, answer          | [B, T, D]                                                   |
+| log_std               | [D]                                                         |
+| log_prob, entropy     | [B, T]                                                      |
+| value                 | [B], from the mean query H and the state S                  |
 """
 
 import math
@@ -11,7 +20,7 @@ import torch
 from torch import nn
 
 from nexus_bus.models.features import FeatureBatch
-from nexus_bus.models.heads.base import HeadNeeds, HeadSample, PolicyModule, masked_mean
+from nexus_bus.models.heads.base import FeatureShape, HeadNeeds, HeadSample, PolicyModule, masked_mean
 from schemas.job import HeadSpec
 
 LOG_2PI = math.log(2 * math.pi)
@@ -33,22 +42,24 @@ class Residual(nn.Module):
 class Oft(PolicyModule):
     """Regression head."""
 
-    def __init__(self, spec: HeadSpec, feature_size: int, state_size: int, action_size: int) -> None:
-        super().__init__(spec, feature_size, state_size, action_size)
+    queries = True
+
+    def __init__(self, spec: HeadSpec, shape: FeatureShape, state_size: int, action_size: int) -> None:
+        super().__init__(spec, shape, state_size, action_size)
         self.needs = HeadNeeds(query_tokens=spec.horizon)
-        width = self.option("width") or 2 * feature_size
+        width = self.option("width") or 2 * shape.hidden
         value_width = self.option("value_width")
-        self.input_norm = nn.LayerNorm(feature_size)
-        self.input = nn.Linear(feature_size, width)
+        self.input_norm = nn.LayerNorm(shape.hidden)
+        self.input = nn.Linear(shape.hidden, width)
         self.state = nn.Linear(state_size, width, bias=False) if state_size else None
         self.place = nn.Parameter(torch.zeros(spec.horizon, width))
         self.blocks = nn.Sequential(*(Residual(width) for _ in range(self.option("blocks"))))
         self.output_norm = nn.LayerNorm(width)
         self.output = nn.Linear(width, action_size)
         self.log_std = nn.Parameter(torch.full((action_size,), -1.0))
-        self.value_norm = nn.LayerNorm(feature_size)
+        self.value_norm = nn.LayerNorm(shape.hidden)
         self.value = nn.Sequential(
-            nn.Linear(feature_size + state_size, value_width),
+            nn.Linear(shape.hidden + state_size, value_width),
             nn.ReLU(),
             nn.Linear(value_width, value_width),
             nn.ReLU(),

@@ -14,14 +14,14 @@ from nexus_bus.client.sync import Client as SyncClient
 from nexus_bus.clock import now
 from nexus_bus.envs.catalog import describe
 from nexus_bus.errors import BadJob, NotFound, Unavailable
-from nexus_bus.models.catalog import describe_backbone
+from nexus_bus.models.bases import describe_backbone
 from nexus_bus.models.contract import build_contract
 from nexus_bus.plan import compile_plan
 from nexus_bus.registry import job_key, policy_key
 from schemas.events import Event
 from schemas.job import EnvironmentSpec, HeadSpec, JobCancel, JobSpec
 from schemas.plan import JobState
-from schemas.policy import PolicyVersion
+from schemas.policy import PolicyContract, PolicyVersion
 
 ENVIRONMENT = {"id": "tabletop", "task": "touch"}
 JOB: dict[str, Any] = {"kind": "rl", "name": "pick", "environment": ENVIRONMENT}
@@ -193,19 +193,29 @@ async def test_policies_are_listed_found_and_taken_home(client: Client, bus: Bus
     for missing in ("pick@7", "pick", "drop@latest", "pick@x"):
         with pytest.raises(NotFound):
             await client.policy(missing)
-    files = await client.download("pick@latest", tmp_path / "out")
-    assert [path.name for path in files] == ["model.safetensors", "contract.json", "policy.json"]
-    assert files[0].read_bytes() == weights
-    assert msgspec.json.decode(files[2].read_bytes(), type=PolicyVersion) == versions[2]
+    files = await client.export("pick@latest", tmp_path / "out")
+    assert {"action_head.safetensors", "policy_contract.json", "policy_version.json"} <= {path.name for path in files}
+    assert (tmp_path / "out" / "action_head.safetensors").read_bytes() == weights
+    assert (
+        msgspec.json.decode((tmp_path / "out" / "policy_contract.json").read_bytes(), type=PolicyContract)
+        == versions[2].contract
+    )
 
 
-async def published(bus: Bus, job: str, n: int, weights: bytes) -> PolicyVersion:
+async def test_a_lineage_goes_to_the_root_over_jobs(client: Client, bus: Bus):
+    await published(bus, "warm", 3, b"", parent="warm@2")
+    await published(bus, "pick", 0, b"", parent="warm@3")
+    await published(bus, "pick", 1, b"", parent="pick@0")
+    assert [version.id for version in await client.lineage("pick@latest")] == ["pick@1", "pick@0", "warm@3"]
+
+
+async def published(bus: Bus, job: str, n: int, weights: bytes, parent: str | None = None) -> PolicyVersion:
     known = describe(EnvironmentSpec(**ENVIRONMENT))
     contract = build_contract(
         backbone=describe_backbone("nexus-nano"), head=HeadSpec(), action=known.action, observation=known.observation
     )
     version = PolicyVersion(
-        id=f"{job}@{n}", tenant="acme", job=job, n=n, parent=None, contract=contract,
+        id=f"{job}@{n}", tenant="acme", job=job, n=n, parent=parent, contract=contract,
         weights=await bus.blobs.put(weights), created=now(),
     )  # fmt: skip
     await bus.kv("registry").create(policy_key("acme", job, n), version)

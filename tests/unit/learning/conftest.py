@@ -1,6 +1,7 @@
 """The shipped backbone, and builders of the messages that work is made from."""
 
 import sys
+from typing import Any
 
 import pytest
 
@@ -11,12 +12,16 @@ if "torch" not in sys.modules:
 
 import numpy as np
 
+from nexus_bus.learning.algorithms import LearnResult
+from nexus_bus.learning.group import GroupTrainer, Member
 from nexus_bus.models.backbone import Backbone
-from nexus_bus.models.catalog import describe_backbone
+from nexus_bus.models.bases import describe_backbone
+from nexus_bus.models.cache import FeatureCache
 from nexus_bus.models.contract import build_contract
+from nexus_bus.models.slots import Slot
 from nexus_bus.tensors import encode_image, to_tensor
 from schemas.environment import Observation
-from schemas.job import HeadSpec, Scalar
+from schemas.job import HeadSpec, LoraSpec, Scalar
 from schemas.policy import ActionSpec, ObservationSpec, PolicyContract
 from schemas.rollout import RolloutRecord, RolloutStep
 from schemas.training import TrainingBatch, TrainingSample
@@ -32,14 +37,31 @@ def backbone() -> Backbone:
 class Maker:
     """Contracts, batches and records, drawn from seeds."""
 
+    def learn(
+        self, backbone: Backbone, algorithm: Any, slot: Slot, work: Any, cache: FeatureCache | None = None
+    ) -> LearnResult:
+        """One unit of work alone; what fails is raised."""
+        done = GroupTrainer(backbone, cache).run([Member(slot, algorithm, work)])[0]
+        if done.error is not None:
+            raise done.error
+        assert done.result is not None
+        return done.result
+
     def contract(
-        self, head: str = "oft", horizon: int = 4, state_size: int = 3, size: int = 2, **options: Scalar
+        self,
+        head: str = "oft",
+        horizon: int = 4,
+        state_size: int = 3,
+        size: int = 2,
+        lora: LoraSpec | None = None,
+        **options: Scalar,
     ) -> PolicyContract:
         return build_contract(
             backbone=describe_backbone("nexus-nano"),
             head=HeadSpec(type=head, horizon=horizon, options=options),
             action=ActionSpec(size=size, low=[-1.0] * size, high=[1.0] * size),
             observation=ObservationSpec(cameras={"front": (96, 96, 3)}, state_size=state_size),
+            lora=lora,
         )
 
     def observation(self, contract: PolicyContract, seed: int) -> Observation:

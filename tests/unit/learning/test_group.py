@@ -11,6 +11,7 @@ from nexus_bus.learning.group import GroupTrainer, Member
 from nexus_bus.models.backbone import Backbone
 from nexus_bus.models.cache import FeatureCache
 from nexus_bus.models.checkpoint import training_state_bytes
+from nexus_bus.models.heads import FeatureShape
 from nexus_bus.models.prompt import Prompt
 from nexus_bus.models.slots import build_module
 from schemas import job
@@ -30,7 +31,9 @@ def team(make: Any) -> list[tuple[Any, Any]]:
     for i, (head, horizon, state_size, size, _, options) in enumerate(TENANTS):
         contract = make.contract(head, horizon, state_size, size, **options)
         algorithm = Sft(job.Sft(learning_rate=1e-3 * (1 + i), grad_clip=0.5 + 0.2 * i, steps=30, warmup_steps=i), slot_seed=i)
-        made.append((algorithm, algorithm.make_slot(f"t{i}", "pick", contract, build_module(contract, 128, seed=i))))
+        made.append(
+            (algorithm, algorithm.make_slot(f"t{i}", "pick", contract, build_module(contract, FeatureShape(128, 4), seed=i)))
+        )
     return made
 
 
@@ -82,7 +85,7 @@ def test_a_member_that_fails_fails_alone(backbone: Backbone, make: Any):
 def test_a_failure_halfway_is_rolled_back(backbone: Backbone, make: Any):
     contract = make.contract()
     algorithm = Ppo(job.Ppo(minibatch=2), slot_seed=1)
-    slot = algorithm.make_slot("acme", "pick", contract, build_module(contract, 128, seed=1))
+    slot = algorithm.make_slot("acme", "pick", contract, build_module(contract, FeatureShape(128, 4), seed=1))
     before = training_state_bytes(slot)
     decoded = PpoWork.from_messages([make.record(contract, i) for i in range(2)], contract)
     decoded.log_prob[3] = float("nan")
@@ -93,8 +96,8 @@ def test_a_failure_halfway_is_rolled_back(backbone: Backbone, make: Any):
 
 def test_an_unforeseen_fault_stays_with_its_member(backbone: Backbone, make: Any):
     class Faulty(Sft):
-        def learn(self, slot: Any, work: Any, features: Any) -> Any:
-            super().learn(slot, work, features)
+        def learn(self, slot: Any, work: Any) -> Any:
+            yield from super().learn(slot, work)
             raise MemoryError("no room")
 
     (algorithm, slot), *_ = team(make)

@@ -10,8 +10,9 @@ import torch
 from nexus_bus.errors import BadMessage
 from nexus_bus.learning.algorithms import ALGORITHMS, Diverged, Sft, SftWork, make_algorithm
 from nexus_bus.models.backbone import Backbone
-from nexus_bus.models.cache import FeatureCache, encode_cached
+from nexus_bus.models.cache import FeatureCache
 from nexus_bus.models.checkpoint import restore_training_state, training_state_bytes
+from nexus_bus.models.heads import FeatureShape
 from nexus_bus.models.slots import Slot, build_module
 from nexus_bus.tensors import to_tensor
 from schemas import job
@@ -22,15 +23,14 @@ SPEC = job.Sft(learning_rate=2e-3, warmup_steps=3, steps=40)
 
 def fresh(contract: PolicyContract, spec: job.Sft = SPEC) -> tuple[Sft, Slot]:
     algorithm = Sft(spec, slot_seed=11)
-    return algorithm, algorithm.make_slot("acme", "pick", contract, build_module(contract, 128, seed=5))
+    return algorithm, algorithm.make_slot("acme", "pick", contract, build_module(contract, FeatureShape(128, 4), seed=5))
 
 
 def run(algorithm: Sft, slot: Slot, backbone: Backbone, cache: FeatureCache, make: Any, numbers: range) -> list[float]:
     losses: list[float] = []
     for number in numbers:
         work = SftWork.from_message(make.batch(slot.contract, number), slot.contract)
-        features, _ = encode_cached(backbone, algorithm.prompts(work), cache)
-        losses.append(algorithm.learn(slot, work, features).loss)
+        losses.append(make.learn(backbone, algorithm, slot, work, cache).loss)
     return losses
 
 
@@ -53,10 +53,9 @@ def test_it_learns_what_it_is_shown(backbone: Backbone, make: Any):
     contract, cache = make.contract(), FeatureCache()
     algorithm, slot = fresh(contract, job.Sft(learning_rate=3e-3, steps=200, warmup_steps=5))
     work = SftWork.from_message(make.batch(contract, 0, count=8), contract)
-    features, _ = encode_cached(backbone, algorithm.prompts(work), cache)
-    losses = [algorithm.learn(slot, work, features).loss for _ in range(200)]
+    losses = [make.learn(backbone, algorithm, slot, work, cache).loss for _ in range(200)]
     assert losses[-1] < 0.05 * losses[0]
-    result = algorithm.learn(slot, work, features)
+    result = make.learn(backbone, algorithm, slot, work)
     assert (result.samples, result.steps) == (8, 1)
     assert result.metrics["learning_rate"] == pytest.approx(1e-6)
 
@@ -67,9 +66,8 @@ def test_actions_are_learned_in_the_contracts_normalised_units(backbone: Backbon
     algorithm, slot = fresh(contract)
     slot.module.output.weight.data.zero_()  # type: ignore[union-attr]
     work = SftWork.from_message(make.batch(contract, 0), contract)
-    features, _ = encode_cached(backbone, work.prompts, None)
     expected = float(work.actions[~work.pad].abs().mean())
-    assert algorithm.learn(slot, work, features).loss == pytest.approx(expected, rel=1e-6)
+    assert make.learn(backbone, algorithm, slot, work).loss == pytest.approx(expected, rel=1e-6)
 
 
 def test_a_loss_that_is_not_finite_touches_nothing(backbone: Backbone, make: Any):
@@ -77,10 +75,9 @@ def test_a_loss_that_is_not_finite_touches_nothing(backbone: Backbone, make: Any
     algorithm, slot = fresh(contract)
     work = SftWork.from_message(make.batch(contract, 0), contract)
     broken = SftWork(work.observations, work.prompts, work.actions * float("inf"), work.pad)
-    features, _ = encode_cached(backbone, work.prompts, None)
     before = training_state_bytes(slot)
     with pytest.raises(Diverged, match="step 0: loss"):
-        algorithm.learn(slot, broken, features)
+        make.learn(backbone, algorithm, slot, broken)
     assert training_state_bytes(slot) == before
 
 

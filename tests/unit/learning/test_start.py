@@ -8,7 +8,7 @@ import pytest
 from nexus_bus.errors import ContractError
 from nexus_bus.learning.start import begin_slot
 from nexus_bus.models.backbone import Backbone
-from nexus_bus.models.catalog import SHIPPED
+from nexus_bus.models.bases import SHIPPED
 from schemas.job import EnvironmentSpec, HeadSpec, JobSpec, Ppo
 from schemas.plan import JobState, Plan
 from schemas.policy import ActionSpec, ObservationSpec

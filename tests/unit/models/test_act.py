@@ -8,6 +8,7 @@ from nexus_bus.models.act import Asked, act_group
 from nexus_bus.models.backbone import Backbone
 from nexus_bus.models.cache import FeatureCache
 from nexus_bus.models.contract import build_contract
+from nexus_bus.models.heads import FeatureShape
 from nexus_bus.models.prompt import Prompt
 from nexus_bus.models.slots import PolicySlot, build_module
 from schemas.job import HeadSpec
@@ -24,14 +25,14 @@ def policies(backbone: Backbone) -> list[PolicySlot]:
             action=ActionSpec(size=2 + i, low=[-1.0] * (2 + i), high=[1.0] * (2 + i)),
             observation=ObservationSpec(cameras={"front": (96, 96, 3)}, state_size=3),
         )
-        made.append(PolicySlot.load(f"job{i}@0", contract, build_module(contract, 128, seed=i)))
+        made.append(PolicySlot.load(f"job{i}@0", contract, build_module(contract, FeatureShape(128, 4), seed=i)))
     return made
 
 
 def ask(policies: list[PolicySlot], i: int, instruction: str = "") -> Asked:
     rng = np.random.default_rng(i)
     prompt = Prompt([rng.integers(0, 256, (96, 96, 3), dtype=np.uint8)], instruction or "touch the block " * (1 + i % 4))
-    return Asked(policies[i % 3], prompt, rng.normal(size=3).astype(np.float32), greedy=i % 2 == 0, seed=i)
+    return Asked(f"t{i % 3}", policies[i % 3], prompt, rng.normal(size=3).astype(np.float32), greedy=i % 2 == 0, seed=i)
 
 
 @pytest.mark.parametrize("cached", [False, True])
@@ -51,7 +52,7 @@ def test_an_answer_is_the_same_alone_and_among_others(backbone: Backbone, polici
 def test_one_bad_request_is_refused_alone(backbone: Backbone, policies: list[PolicySlot]):
     good = ask(policies, 0)
     forged = ask(policies, 1, "touch <|image_pad|>")
-    misfit = Asked(policies[0], good.prompt, np.zeros(5, np.float32), greedy=True, seed=0)
+    misfit = Asked("t0", policies[0], good.prompt, np.zeros(5, np.float32), greedy=True, seed=0)
     answers = act_group(backbone, None, [forged, good, misfit])
     assert isinstance(answers[0].error, BadMessage)
     assert isinstance(answers[2].error, BadMessage)

@@ -8,15 +8,18 @@ from pathlib import Path
 import pytest
 
 from nexus_bus.errors import BadJob, NotFound
-from nexus_bus.models.catalog import HEADS, check_head, describe_backbone, resolve_base
+from nexus_bus.models.bases import describe_backbone, resolve_base
+from nexus_bus.models.catalog import HEADS, check_head
 from schemas.job import HeadSpec
 
 
 def test_the_catalogue_needs_no_torch():
     code = (
         "import sys\n"
-        "from nexus_bus.models import catalog\n"
-        "catalog.describe_backbone('nexus-nano')\n"
+        "from nexus_bus.models import bases, catalog\n"
+        "bases.describe_backbone('nexus-nano')\n"
+        "catalog.check_head(catalog.HeadSpec(type='pi'))\n"
+        "catalog.installed()\n"
         "print('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
@@ -37,18 +40,26 @@ def test_process_settings_refuse_to_come_too_late():
 def test_defaults_are_filled_in():
     assert check_head(HeadSpec(type="oft", options={"blocks": 3})).options == {"width": 0, "blocks": 3, "value_width": 128}
     assert check_head(HeadSpec(type="gr00t")).options["steps"] == 4
+    assert (check_head(HeadSpec(type="pi")).options["repeats"], check_head(HeadSpec(type="gr00t")).options["repeats"]) == (2, 8)
     assert {name for name, entry in HEADS.items() if entry.rl} == {"oft"}
+    assert {name: entry.tiers for name, entry in HEADS.items()} == {
+        "oft": ("frozen", "lora"),
+        "gr00t": ("frozen", "lora"),
+        "pi": ("frozen", "lora"),
+        "fast": ("lora",),
+    }
 
 
 @pytest.mark.parametrize(
     ("spec", "says"),
     [
-        (HeadSpec(type="diffusion"), "head.type: 'diffusion' does not exist; there are gr00t, oft"),
+        (HeadSpec(type="diffusion"), "head.type: 'diffusion' does not exist; there are fast, gr00t, oft, pi"),
         (HeadSpec(options={"depth": 3}), "head.options.depth: 'oft' has no such option; it has width, blocks"),
         (HeadSpec(options={"blocks": "two"}), "head.options.blocks: 'two' is not a whole number"),
         (HeadSpec(options={"blocks": True}), "head.options.blocks: True is not a whole number"),
         (HeadSpec(options={"blocks": 99}), r"head.options.blocks: 99 is outside \[1, 16\]"),
         (HeadSpec(type="gr00t", options={"heads": 5}), "head.options.heads: 5 does not divide the width 96"),
+        (HeadSpec(type="pi", options={"heads": 5}), "head.options.heads: 5 does not divide the width 64"),
     ],
 )
 def test_a_wrong_head_is_refused_with_the_field(spec: HeadSpec, says: str):

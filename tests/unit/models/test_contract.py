@@ -1,17 +1,21 @@
 """The contract: built from parts that fit, refused by name for every part that does not."""
 
+import subprocess
+import sys
+
 import msgspec
 import pytest
 
 from nexus_bus.errors import BadJob, ContractError
-from nexus_bus.models.catalog import describe_backbone
+from nexus_bus.models.bases import describe_backbone
 from nexus_bus.models.contract import build_contract, check_contract
-from schemas.job import HeadSpec
+from schemas.job import HeadSpec, LoraSpec
 from schemas.policy import ActionSpec, Normalizer, ObservationSpec, PolicyContract, Statistics
 
 ACTION = ActionSpec(size=2, low=[-1.0, -0.5], high=[1.0, 0.5])
 SIGHT = ObservationSpec(cameras={"front": (96, 96, 3)}, state_size=3)
 STATE = Statistics(min=[0.0] * 3, max=[1.0] * 3, mean=[0.5] * 3, std=[0.1] * 3, q01=[0.0] * 3, q99=[1.0] * 3, count=10)
+OTHER = msgspec.structs.replace(STATE, mean=[0.6] * 3)
 INFO = describe_backbone("nexus-nano")
 
 
@@ -69,7 +73,10 @@ def test_an_unknown_head_is_the_jobs_mistake():
         ({"observation": ObservationSpec(cameras=SIGHT.cameras, state_size=4)}, "contract.state_norm.statistics.mean: 3"),
         ({"state_norm": Normalizer(mode="quantile")}, "contract.state_norm.statistics: missing"),
         ({"state_norm": Normalizer()}, "contract.statistics_hash"),
-        ({"head": HeadSpec(type="pi", horizon=4)}, "contract.head.type: 'pi'"),
+        ({"state_norm": Normalizer(mode="mean_std", statistics=OTHER)}, "contract.statistics_hash"),
+        ({"image_filter": "bicubic"}, "contract.image_filter: the policy has 'bicubic', here it is 'none'"),
+        ({"lora": LoraSpec(last_layers=99)}, "contract.lora.last_layers: 99, but nexus-nano has 4 layers"),
+        ({"head": HeadSpec(type="nope", horizon=4)}, "contract.head.type: 'nope'"),
     ],
 )
 def test_every_misfit_is_refused_by_name(changes: dict[str, object], says: str):
@@ -80,3 +87,20 @@ def test_every_misfit_is_refused_by_name(changes: dict[str, object], says: str):
 def test_a_policy_for_another_state_size_is_refused():
     with pytest.raises(ContractError, match=r"contract\.observation\.state_size: the policy has 3, here it is 4"):
         check_contract(contract(), observation=ObservationSpec(cameras=SIGHT.cameras, state_size=4))
+
+
+def test_an_adapter_is_part_of_the_contract_and_a_head_may_need_one():
+    lora = LoraSpec(rank=4)
+    assert contract(lora=lora).lora == lora
+    with pytest.raises(ContractError, match=r"contract\.lora: no adapter, but the head 'fast' is of tier lora"):
+        contract(head=HeadSpec(type="fast", horizon=4))
+
+
+def test_a_contract_is_checked_without_torch():
+    code = (
+        "import sys; from nexus_bus.models.contract import check_contract; from schemas.policy import PolicyContract\n"
+        "import msgspec; check_contract(msgspec.json.decode(sys.stdin.buffer.read(), type=PolicyContract))\n"
+        "print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], input=msgspec.json.encode(contract()), capture_output=True, check=True)
+    assert done.stdout.strip() == b"False"

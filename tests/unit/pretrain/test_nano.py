@@ -10,7 +10,7 @@ pytest.importorskip("transformers")
 import torch
 from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
 
-from nexus_bus.models.catalog import SHIPPED
+from nexus_bus.models.bases import SHIPPED
 
 FOLDER = SHIPPED["nexus-nano"]
 SEED, COUNT = 20, 24
