@@ -106,7 +106,8 @@ class TrainerConfig(ModelConfig, frozen=True, kw_only=True):
     slot_dir: str | None = field(default_factory=lambda: str(home() / "parked"))  # "none": all parked ones in host memory
     commit_every: Whole = 50  # SFT steps between commits
     canary_every: Count = 100  # one sample in so many is encoded again alone and compared; 0: none
-    group_wait_ms: Annotated[float, Meta(ge=0)] = 2.0  # T of the group batch
+    batch: Whole = 64  # B: samples per forward at most; the knee of the measured batch curve where that is less
+    group_wait_ms: Annotated[float, Meta(ge=0)] = 20.0  # T: nobody waits longer for neighbours; less where it does not pay
     lease_s: Annotated[float, Meta(ge=1)] = 6.0  # a slot is taken over this long after its holder fell silent
 
 

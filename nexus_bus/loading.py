@@ -93,6 +93,7 @@ class Loader:
                 weights = await self._bus.blobs.get(version.weights)
                 adapter = await self._bus.blobs.get(version.adapter) if version.adapter is not None else None
                 slot = await self._off(self.slots.load, version, weights, adapter)
+                self._thread.submit(self.slots.store, version, weights, adapter)
         if (tenant, policy) in self._retired:
             self.slots.drop(tenant, policy)
             raise NotFound("it was retired this moment")

@@ -164,6 +164,11 @@ class Seat:
         """Whether the next batch, in order, is complete."""
         return self.learned < self.state.plan.batches and len(self.waiting.get(self.learned, {})) >= self.needed
 
+    def samples(self) -> int:
+        """What the next batch will ask of the backbone: samples, or decisions of its episodes."""
+        batch = self.waiting.get(self.learned, {})
+        return sum(len(getattr(message, "samples", None) or getattr(message, "steps", ())) for message, _ in batch.values())
+
     def next_work(self) -> "Member":
         """The next batch as work for the group; records in order of their index, whoever came first.
 

@@ -15,14 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from nexus_bus import registry, telemetry, worker
 from nexus_bus.bus import Bus, Delivery, Rounds, ensure_tenant, inference_durable
 from nexus_bus.errors import BadMessage, NexusError, NotFound
 from nexus_bus.loading import Loader
 from nexus_bus.models import process
-from nexus_bus.pace import Pace, measure
+from nexus_bus.pace import Pace
 from nexus_bus.tensors import from_tensor, to_tensor
 from nexus_bus.usage import Tally
 from nexus_bus.worker import PROVIDER, Context
@@ -108,17 +106,13 @@ class Inference:
         """Runs on the compute thread. Loads, and measures what grouping is worth on this machine."""
         from nexus_bus.models.backbone import Backbone
         from nexus_bus.models.cache import FeatureCache
-        from nexus_bus.models.features import Look
         from nexus_bus.models.paging import Pages, PolicySlots
-        from nexus_bus.models.prompt import Prompt
 
         settings = self.context.config
         self.backbone = Backbone.load(settings.base, device=settings.device, profile=settings.profile)
         directory = Path(settings.cache_dir) if settings.cache_dir else None
         self.cache = FeatureCache(directory, settings.cache_memory_bytes, settings.cache_disk_bytes)
-        size = self.backbone.info.image_size
-        look = Look(Prompt([np.zeros((size, size, 3), np.uint8)], "put the red block on the green one"))
-        curve = measure(lambda samples: self.backbone.encode([look] * samples), settings.batch)
+        curve = self.backbone.tune(settings.batch)
         self.pace = Pace(curve, settings.batch, settings.wait_ms / 1000)
         directory = Path(settings.slot_dir) if settings.slot_dir else None
         host_bytes = settings.slot_host_bytes if self.backbone.device.type != "cpu" else 0

@@ -17,6 +17,7 @@ from nexus_bus import registry, telemetry, worker
 from nexus_bus.bus import Bus, Delivery, training_durable
 from nexus_bus.errors import BadMessage, Conflict, NexusError, Refused, Unreadable
 from nexus_bus.models import process
+from nexus_bus.pace import Pace
 from nexus_bus.seat import Leases, Seat
 from nexus_bus.worker import PROVIDER, Context
 from schemas.control import JobReport, Role
@@ -48,6 +49,8 @@ class Trainer:
         self.backbone: Any = None
         self.group: Any = None
         self.parking: Any = None
+        self.cache: Any = None
+        self.pace: Any = None  # pace.Pace, once the backbone is measured
 
     async def load(self) -> None:
         """Load torch and the backbone off the loop."""
@@ -62,8 +65,9 @@ class Trainer:
 
             self.backbone = Backbone.load(settings.base, device=settings.device, profile=settings.profile)
             directory = Path(settings.cache_dir) if settings.cache_dir else None
-            cache = FeatureCache(directory, settings.cache_memory_bytes, settings.cache_disk_bytes)
+            cache = self.cache = FeatureCache(directory, settings.cache_memory_bytes, settings.cache_disk_bytes)
             slot_dir = Path(settings.slot_dir) if settings.slot_dir else None
+            self.pace = Pace(self.backbone.tune(settings.batch), settings.batch, settings.group_wait_ms / 1000)
             self.parking = Parking(settings.slot_bytes, settings.slot_host_bytes, slot_dir)
             self.group = GroupTrainer(self.backbone, cache, Canary(settings.canary_every))
 
@@ -147,6 +151,7 @@ class Trainer:
             return
         seat.put(message, delivery)
         if seat.ready():
+            self.pace.arrived(time.monotonic())
             self.arrived.set()
 
     # Learning
@@ -160,12 +165,25 @@ class Trainer:
                     await asyncio.wait_for(self.arrived.wait(), 0.25)
                 except TimeoutError:
                     continue
-            # T of the group batch: let neighbours complete their batches
-            await asyncio.sleep(self.context.config.group_wait_ms / 1000)
+            await self.gather()
             await self.step([seat for seat in self.seats.values() if seat.ready()])
         for key in list(self.seats):
             await self.commit(self.seats[key], force=True)
             await self.release(key)
+
+    async def gather(self) -> None:
+        """B and T of the group batch: let neighbours complete their batches, while that pays."""
+        closes = time.monotonic() + self.pace.bound
+        while True:
+            self.arrived.clear()
+            held = sum(seat.samples() for seat in self.seats.values() if seat.ready())
+            patience = self.pace.patience(held, closes, time.monotonic())
+            if patience <= 0:
+                return
+            try:
+                await asyncio.wait_for(self.arrived.wait(), patience)
+            except TimeoutError:
+                continue
 
     async def step(self, seats: list[Seat]) -> None:
         """One grouped step: each seat's next batch."""
@@ -196,7 +214,8 @@ class Trainer:
                 continue
             seat.note(outcome, tenants=len(seats))
             await self.commit(seat)
-        self.context.pulse.gauges["group_size"] = len(seats)
+        self.pace.ran(max(1, sum(outcome.group for outcome in outcomes[:1])), sum(outcome.forward_s for outcome in outcomes))
+        self.context.pulse.gauges.update(group_size=len(seats), parked=self.parking.parked)
         await self.alarm()
 
     async def alarm(self) -> None:
@@ -272,6 +291,7 @@ class Trainer:
         """Renew leases, and look again at jobs that found no slot or no lease."""
         while True:
             await asyncio.sleep(TICK_S)
+            self.context.pulse.gauges.update(await asyncio.to_thread(self.cache.gauges))
             for key, seat in list(self.seats.items()):
                 if not await self.leases.renew(seat.tenant, seat.job):
                     self.context.log.warning("lease lost", tenant=seat.tenant, job=seat.job)

@@ -18,9 +18,10 @@ from nexus_bus.models.features import Look, VLAFeature, feature_id
 from nexus_bus.models.grafts import Adapter
 from nexus_bus.models.heads.base import FeatureShape
 from nexus_bus.models.prompt import Prompt
+from nexus_bus.pace import Curve, measure
 from schemas.job import LoraSpec
 
-TILE = {"exact": 16, "fast": 64}  # samples per forward: above it nothing is gained (measured on CPU)
+TILE = {"exact": 16, "fast": 64}  # samples per forward until `tune` has measured; of one adapter, always
 
 
 class Backbone:
@@ -33,7 +34,7 @@ class Backbone:
         self.profile = family.profile
         self.device = family.device
         self.shape = FeatureShape(hidden=self.info.hidden, layers=self.info.layers)
-        self.tile = TILE[self.profile]
+        self.tile = self.block = TILE[self.profile]
         if self.profile == "exact" and not self._invariant():
             self.tile = 1
 
@@ -48,6 +49,21 @@ class Backbone:
         place = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
         transformers_logging.disable_progress_bar()
         return cls(load_family(describe_backbone(base), place, profile))
+
+    def tune(self, largest: int) -> Curve:
+        """Measure what a forward costs by its size, and from now on cut groups at the knee; a second, or a few.
+
+        The blocks of an adapter are left as they are: where its gradient is cut must be the same in every run.
+        """
+        size = self.info.image_size
+        look = Look(Prompt([np.zeros((size, size, 3), np.uint8)], "put the red block on the green one"))
+        alone, self.tile = self.tile, max(self.tile, largest)
+        try:
+            curve = measure(lambda samples: self.encode([look] * samples), largest)
+        finally:
+            self.tile = alone
+        self.tile = curve.knee() if alone > 1 else 1
+        return curve
 
     @property
     def fingerprint(self) -> str:
@@ -99,7 +115,7 @@ class Backbone:
         return [made[i] for i in range(len(looks))]
 
     def _tiles(self, looks: Sequence[Look]) -> Iterator[list[int]]:
-        """Which looks go together. Those of one adapter stay together, cut only at multiples of the tile of their own: how
+        """Which looks go together. Those of one adapter stay together, cut only at multiples of a block of their own: how
         its gradient is summed up must not depend on who else is there."""
         blocks: dict[int, list[int]] = {}
         for i, look in enumerate(looks):
@@ -109,7 +125,7 @@ class Backbone:
         alone = blocks.pop(0, [])
         parts = [[i] for i in alone]
         for block in blocks.values():
-            parts += [block[start : start + self.tile] for start in range(0, len(block), self.tile)]
+            parts += [block[start : start + self.block] for start in range(0, len(block), self.block)]
         tile: list[int] = []
         for part in parts:
             if tile and len(tile) + len(part) > self.tile:

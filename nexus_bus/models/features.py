@@ -9,8 +9,10 @@ import torch
 from nexus_bus.models.grafts import Adapter
 from nexus_bus.models.past import Past
 from nexus_bus.models.prompt import Prompt
+from schemas.base import PUBLIC
 
-PUBLIC = "public"  # scope of data that every tenant may read
+__all__ = ["PUBLIC", "FeatureBatch", "Look", "VLAFeature", "feature_id"]
+
 REVISION = 2  # of the way features are computed: raised when their last bits change, so that no cache mixes two
 
 

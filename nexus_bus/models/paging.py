@@ -152,16 +152,18 @@ class PolicySlots:
         return self._keep(version, self._build(version, weights, adapter))
 
     def load(self, version: PolicyVersion, weights: bytes, adapter: bytes | None = None) -> PolicySlot:
-        """Make a slot ready from what the bus holds, and keep its bytes for when it is paged out.
+        """Make a slot ready from what the bus holds. `store` keeps its bytes for when it is paged out; nobody waits for that.
 
         Raises:
             BadMessage, ContractError: the version does not fit; names the field.
         """
-        slot = self._build(version, weights, adapter)
+        return self._keep(version, self._build(version, weights, adapter))
+
+    def store(self, version: PolicyVersion, weights: bytes, adapter: bytes | None = None) -> None:
+        """Keep a version's bytes on this host."""
         self._pages.put(version.weights, weights)
         if version.adapter is not None and adapter is not None:
             self._pages.put(version.adapter, adapter)
-        return self._keep(version, slot)
 
     def drop(self, tenant: str, version: str) -> None:
         """The version is offered no more: neither the slot nor its bytes are kept."""

@@ -49,5 +49,7 @@ def build_head(spec: HeadSpec, shape: FeatureShape, state_size: int, action_size
         head = kind(checked, shape, state_size, action_size)
         head.initialise(seed)
         return head
+    if checked.type not in CLASSES:  # an installed head may compute constants in its constructor: it gets real tensors
+        return kind(checked, shape, state_size, action_size)
     with torch.device("meta"):  # drawing weights only to overwrite them is half the time of a load
         return kind(checked, shape, state_size, action_size)

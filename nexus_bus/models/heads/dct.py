@@ -24,7 +24,7 @@ class DctTokens:
         self.end = 2 * limit + 1
         self.vocabulary = 2 * limit + 2
         self.longest = horizon * size + 1  # tokens of a chunk at most, the end included
-        place = torch.arange(horizon, dtype=torch.float64)
+        place = torch.arange(horizon, dtype=torch.float64, device="cpu")
         basis = torch.cos(math.pi / horizon * torch.outer(place, place + 0.5)) * math.sqrt(2 / horizon)
         basis[0] /= math.sqrt(2)
         self._basis = basis  # [frequency, time]; its transpose is its inverse

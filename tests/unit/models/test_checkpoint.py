@@ -238,3 +238,30 @@ def test_an_exported_adapter_loads_in_peft(backbone: Backbone, tmp_path: Path):
         assert loaded.keys() == low_rank.tensors().keys()
         assert all(torch.equal(tensor, low_rank.tensors()[name].cpu()) for name, tensor in loaded.items())
         assert not torch.equal(adapted(input_ids=ids).logits, plain), "and they act"
+
+
+@pytest.mark.parametrize("head", ["oft", "gr00t", "pi", "fast"])
+def test_a_loaded_head_acts_as_the_one_that_was_saved(head: str):
+    """It is built as a shell without numbers: nothing that its constructor computes may be missing."""
+    spec = LORA if head == "fast" else None
+    source = build_module(contract(head, lora=spec), SHAPE, seed=4).eval()
+    low_rank = adapter_bytes(adapter()) if spec is not None else None
+    loaded = load_policy(version(contract(head, lora=spec)), weights_bytes(source), low_rank, SHAPE).module
+    state, noise = torch.linspace(-1, 1, 3), torch.Generator().manual_seed(0)
+    answers = []
+    for module in (source, loaded):
+        with torch.no_grad():
+            if module.needs.decodes:
+                decoding = module.decode(state, noise)
+                suffix = next(decoding)
+                while True:
+                    try:
+                        suffix = decoding.send(suffix.cos())  # any hidden states will do
+                    except StopIteration as done:
+                        answers.append(done.value)
+                        break
+            else:
+                sight = feature()
+                wide = VLAFeature("", sight.hidden.repeat(1, len(module.needs.layers)), sight.token_type, sight.query_span)
+                answers.append(module.predict(FeatureBatch.collate([wide]), state[None], noise.manual_seed(1)))
+    assert torch.equal(answers[0], answers[1])
