@@ -10,8 +10,8 @@ import msgspec
 
 from nexus_bus.envs.catalog import EnvDescription, describe
 from nexus_bus.errors import BadJob
-from nexus_bus.models.bases import BackboneInfo, check_backbone, describe_backbone
-from nexus_bus.models.catalog import HEADS, check_head, head_entry, head_layers
+from nexus_bus.models.bases import BackboneInfo, check_backbone, check_targets, describe_backbone
+from nexus_bus.models.catalog import HEADS, check_head, check_size, head_entry, head_layers, suffix_tokens
 from schemas.base import PUBLIC
 from schemas.job import EvaluationSpec, HeadSpec, JobSpec, LoraSpec, Ppo, Sft
 from schemas.plan import Phase, Plan
@@ -23,6 +23,7 @@ MAX_DATASET = 200  # characters of a dataset's directory
 
 # Rough costs on one CPU core at nano size, for the estimate alone.
 FORWARD_S, SFT_STEP_S, PPO_CHUNK_S = 0.004, 0.03, 0.0006
+ADAPTED_S = 0.009  # of a sample through an adapter, forward and backward, in every step anew
 
 
 @dataclass(frozen=True)
@@ -58,8 +59,9 @@ def compile_plan(spec: JobSpec, tenant: str, init: PolicyVersion | JobSpec | Non
         tier="frozen" if spec.kind == "eval" else spec.tier,
         layers=head_layers(head, backbone.layers),
         cameras=len(observation.cameras),
-        suffix=head_entry(head.type).suffix,
+        suffix=suffix_tokens(head, action.size),
     )
+    check_size(head, backbone.hidden, backbone.layers)
     notes = _notes(spec, init)
     spec = msgspec.structs.replace(spec, head=head, lora=lora, algorithm=_algorithm(spec), evaluation=_evaluation(spec))
     parts = _Parts(spec, head, environment, action, observation)
@@ -91,6 +93,8 @@ def _check_kind(spec: JobSpec) -> None:
             raise BadJob('init: an eval job names the policy version it evaluates, e.g. init = "pick@3"')
         if spec.algorithm is not None or spec.data is not None:
             raise BadJob("algorithm: an eval job learns nothing; leave out algorithm and data")
+        if spec.lora is not None:
+            raise BadJob("lora: an eval job takes the adapter that its policy has; leave `lora` out")
     elif spec.kind == "sft":
         if isinstance(spec.algorithm, Ppo):
             raise BadJob("algorithm: 'ppo' needs kind = \"rl\"")
@@ -156,7 +160,7 @@ def _lora(spec: JobSpec, backbone: BackboneInfo, init: PolicyVersion | JobSpec |
     inherited = init.contract.lora if isinstance(init, PolicyVersion) else init.lora if init is not None else None
     if isinstance(init, JobSpec) and init.tier == "lora" and inherited is None:
         inherited = LoraSpec()
-    if spec.tier != "lora":
+    if spec.tier != "lora" or spec.kind == "eval":
         if inherited is not None and spec.kind != "eval":
             raise BadJob(f'tier: {spec.init} has an adapter, and its head was trained with it; use tier = "lora"')
         return None
@@ -166,6 +170,7 @@ def _lora(spec: JobSpec, backbone: BackboneInfo, init: PolicyVersion | JobSpec |
         raise BadJob(f"lora: {spec.init} has another adapter ({has}); leave `lora` out to inherit it")
     if lora.last_layers > backbone.layers:
         raise BadJob(f"lora.last_layers: {lora.last_layers}, but {backbone.name} has {backbone.layers}")
+    check_targets(backbone, lora.targets)
     return lora
 
 
@@ -295,10 +300,11 @@ def _estimates(parts: _Parts, execute: int, batches: int) -> dict[str, float]:
             records = batches * ppo.episodes_per_update
             episodes += records
             steps += records * limit
-            learning = records * (limit / execute) * ppo.epochs * PPO_CHUNK_S
-        case Sft():
+            chunks = records * (limit / execute)
+            learning = chunks * ppo.epochs * (PPO_CHUNK_S + (ADAPTED_S if spec.tier == "lora" else 0.0))
+        case Sft() as sft:
             records = batches
-            learning = batches * SFT_STEP_S
+            learning = batches * (SFT_STEP_S + (sft.batch_size * ADAPTED_S if spec.tier == "lora" else 0.0))
         case None:
             pass
     requests = episodes * limit / execute

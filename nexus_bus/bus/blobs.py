@@ -25,8 +25,7 @@ if TYPE_CHECKING:
 
 CHUNK_BYTES = 1 << 20
 WRITE_WINDOW = 8  # chunks in flight
-READ_BATCH = 64  # chunks asked for at once
-READ_BYTES = 32 << 20
+READ_BATCH = 4  # chunks asked for at once: what waits behind them on the connection, an inference request, waits for no more
 SILENCE_S = 3.0
 HASH_INLINE = 1 << 20  # larger content is hashed off the loop
 
@@ -171,7 +170,7 @@ class Blobs:
     async def _ask(self, inbox: str, nuid: str, seq: int) -> None:
         async with asyncio.timeout(SILENCE_S):
             await self._bus.up.wait()
-        request = {"batch": READ_BATCH, "max_bytes": READ_BYTES, "seq": seq, "next_by_subj": f"$O.{self._bucket}.C.{nuid}"}
+        request = {"batch": READ_BATCH, "seq": seq, "next_by_subj": f"$O.{self._bucket}.C.{nuid}"}
         await self._bus.client.publish(f"$JS.API.DIRECT.GET.{self._stream}", json.dumps(request).encode(), reply=inbox)
 
     async def _info(self, sha: str) -> tuple[_Info, int] | None:

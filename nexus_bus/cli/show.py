@@ -35,6 +35,8 @@ def plan_view(plan: Plan) -> RenderableType:
         ("roles", ", ".join(plan.roles)),
         ("base", f"{spec.base}, tier {spec.tier}"),
     ]
+    if spec.lora is not None:
+        rows.append(("lora", _brief(spec.lora)))
     if spec.init:
         rows.append(("init", spec.init))
     if spec.head is not None:
@@ -60,6 +62,8 @@ def plan_view(plan: Plan) -> RenderableType:
         rows.append(("retention", _brief(spec.retention)))
     if spec.budget.wall_s or spec.budget.device_s:
         rows.append(("budget", _brief(spec.budget)))
+    if "inference" in plan.roles:
+        rows.append(("latency", f"a request waits at most {plan.latency_ms:g} ms for its group to fill"))
     rows += [(f"→ {purpose}", subject) for purpose, subject in plan.subjects.items()]
     rows.append(("estimate", ", ".join(f"{name.replace('_', ' ')} {value:,.10g}" for name, value in plan.estimates.items())))
     for name, value in rows:
@@ -75,6 +79,8 @@ def _brief(value: msgspec.Struct) -> str:
 def _value(item: Any) -> str:
     if isinstance(item, msgspec.Struct):
         return f"({_brief(item)})"
+    if isinstance(item, tuple | list):
+        return " ".join(map(str, item))
     return f"{item:g}" if isinstance(item, float) else str(item)
 
 

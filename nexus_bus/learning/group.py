@@ -8,7 +8,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -211,11 +211,19 @@ class GroupTrainer:
         return batches
 
     def _forward(self, runs: list[_Run], looks: list[Look]) -> list[VLAFeature]:
+        looks = self._below(looks)
         with torch.set_grad_enabled(any(_ask(run).grad for run in runs)):
             features = self.backbone.encode(looks)
         if self.canary is not None:
             self.canary.watch(self.backbone, looks, features)
         return features
+
+    def _below(self, looks: list[Look]) -> list[Look]:
+        """Put under each look what its adapter does not change: encoded once for all steps where last layers are adapted."""
+        prefixes = {i: prefix for i, look in enumerate(looks) if (prefix := self.backbone.prefix_of(look)) is not None}
+        features, _ = encode_cached(self.backbone, list(prefixes.values()), self.cache)
+        known = {i: (prefixes[i].layers[0], feature.hidden) for i, feature in zip(prefixes, features, strict=True)}
+        return [replace(look, prefix=known[i]) if i in known else look for i, look in enumerate(looks)]
 
     def _descend(self, runs: list[_Run]) -> None:
         """One backward over the sum of losses that share no parameter, then each member's own step."""

@@ -32,7 +32,7 @@ class Asked:
 
     def look(self, suffix: torch.Tensor | None = None, past: Past | None = None) -> Look:
         """What it asks of the backbone."""
-        return Look(self.prompt, self.slot.module.needs.layers, self.slot.adapter, suffix, self.tenant, past)
+        return Look(self.prompt, self.slot.module.needs.layers, self.slot.adapter, suffix, self.tenant, past=past)
 
 
 @dataclass(frozen=True, eq=False)

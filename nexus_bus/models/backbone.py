@@ -108,11 +108,23 @@ class Backbone:
         if not self.family.suffixes and any(look.suffix is not None for look in looks):
             raise BadJob(f"head.type: it appends tokens to the prompt; {self.info.name} takes none")
         made: dict[int, VLAFeature] = {}
-        for rows in self._tiles(looks):
-            members = [looks[i] for i in rows]
-            for i, feature in zip(rows, self._forward(members), strict=True):
-                made[i] = feature
+        starts: dict[int, list[int]] = {}
+        for i, look in enumerate(looks):
+            starts.setdefault(look.prefix[0] if look.prefix is not None else 0, []).append(i)
+        for start, places in starts.items():
+            for rows in self._tiles([looks[i] for i in places]):
+                members = [looks[places[row]] for row in rows]
+                for row, feature in zip(rows, self._forward(members, start), strict=True):
+                    made[places[row]] = feature
         return [made[i] for i in range(len(looks))]
+
+    def prefix_of(self, look: Look) -> Look | None:
+        """What of an adapted look is the same for everybody: its hidden states below the first adapted layer, as a look of its
+        own that can be kept; None where there is no such layer."""
+        least, layer = self.family.resumes, look.adapter.first if look.adapter is not None else 0
+        if least is None or layer < max(least, 1) or look.suffix is not None or look.past is not None:
+            return None
+        return Look(look.prompt, (layer,), scope=look.scope) if all(n == -1 or n >= layer for n in look.layers) else None
 
     def _tiles(self, looks: Sequence[Look]) -> Iterator[list[int]]:
         """Which looks go together. Those of one adapter stay together, cut only at multiples of a block of their own: how
@@ -135,16 +147,24 @@ class Backbone:
         if tile:
             yield tile
 
-    def _forward(self, looks: Sequence[Look]) -> list[VLAFeature]:
+    def _forward(self, looks: Sequence[Look], start: int) -> list[VLAFeature]:
         texts = [self.family.text(look.prompt.instruction, len(look.prompt.images)) for look in looks]
         rows = [
-            Row(text, look.prompt.images, look.adapter, look.suffix, _pictures(look), look.past)
+            Row(
+                text,
+                look.prompt.images,
+                look.adapter,
+                look.suffix,
+                _pictures(look),
+                look.prefix[1] if look.prefix is not None else None,
+                look.past,
+            )
             for text, look in zip(texts, looks, strict=True)
         ]
         layers = sorted({layer for look in looks for layer in look.layers})
         going_on = [look.past is not None and not look.past.empty for look in looks]
         with torch.set_grad_enabled(torch.is_grad_enabled() and not all(look.frozen for look in looks)):
-            hidden = self.family.forward(rows, layers)
+            hidden = self.family.forward(rows, layers, start)
         return [
             VLAFeature(
                 feature_id=self._id(look),

@@ -25,6 +25,9 @@ class Look:
     adapter: Adapter | None = None  # the tenant's deltas; such a feature has gradients and is never cached
     suffix: torch.Tensor | None = None  # [n, H] embeddings that follow the prompt; never cached either
     scope: str = ""  # whose cached features it may share: a tenant, or PUBLIC
+    prefix: tuple[int, torch.Tensor] | None = (
+        None  # (k, its hidden states at layer k [L, H]): known, and unchanged by its adapter
+    )
     past: Past | None = None  # of a prompt that is continued: filled by its first forward; then the suffix holds what is new
 
     @property

@@ -34,6 +34,7 @@ class Adapter(nn.Module):
         self.down = nn.ParameterList(nn.Parameter(torch.zeros(spec.rank, size)) for size, _ in places.values())
         self.up = nn.ParameterList(nn.Parameter(torch.zeros(size, spec.rank)) for _, size in places.values())
         self._index = {name: i for i, name in enumerate(self.places)}
+        self.first = min((block_of(name) or 0 for name in self.places), default=0)  # the lowest adapted layer, counted from 0
 
     def initialise(self, seed: int) -> None:
         """A uniform within 1/√in, B zero: a fresh adapter changes nothing."""

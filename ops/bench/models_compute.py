@@ -67,13 +67,30 @@ def steps(bench: Bench) -> Numbers:
 
 
 def lora(bench: Bench) -> Numbers:
-    """8 adapters of rank 8 in one forward and backward, against adapter by adapter."""
+    """8 adapters of rank 8 in one forward and backward, against adapter by adapter; and what is saved where frames come again:
+    what the vision tower made of them, and with last layers alone adapted all that lies below."""
     found: Numbers = {}
     for suffix, backbone in bench.trained.items():
         for local in (1,) if bench.quick else (1, 4):
-            spent = _together(bench, backbone, members(backbone, ["oft"] * 8, local, LoraSpec()))
+            group = members(backbone, ["oft"] * 8, local, LoraSpec())
+            for member in group:
+                member.slot.tenant = ""  # nobody's: every frame is looked at as if for the first time
+            spent = _together(bench, backbone, group)
             found[f"lora_group_x_8x{local}{suffix}"] = spent["serial"] / spent["grouped"]
             found[f"lora_ms_grouped_8x{local}{suffix}"] = spent["grouped"] * 1e3
+        whole, first = (members(backbone, ["oft"] * 8, 1, LoraSpec(last_layers=layers)) for layers in (0, 1))
+        for member in (*whole, *first):
+            member.slot.tenant = ""
+        again, last = (members(backbone, ["oft"] * 8, 1, LoraSpec(last_layers=layers)) for layers in (0, 1))
+        plain, keeping = GroupTrainer(backbone), GroupTrainer(backbone, FeatureCache())
+        times = bench.time(
+            whole=lambda run=plain.run, group=whole: _learned(run(group)),
+            again=lambda run=plain.run, group=again: _learned(run(group)),
+            first=lambda run=plain.run, group=first: _learned(run(group)),
+            last=lambda run=keeping.run, group=last: _learned(run(group)),
+        )
+        found[f"lora_pictures_again_x{suffix}"] = times["whole"] / times["again"]
+        found[f"lora_last_layer_again_x{suffix}"] = times["first"] / times["last"]
     return found
 
 

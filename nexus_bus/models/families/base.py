@@ -24,6 +24,7 @@ from nexus_bus.models.prompt import TokenizedText
 Profile = Literal["exact", "fast"]
 Hidden = dict[int, torch.Tensor]  # layer → [L, H]; layers count as in `hidden_states`: 0 the embeddings, -1 after the norm
 REMEMBERED = 4096  # tokenised texts
+CHARACTERS = 16  # of an instruction, for each token of the longest prompt: a longer one is not even tokenised
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,6 +36,7 @@ class Row:
     adapter: Adapter | None = None  # low-rank deltas of this sample's tenant
     suffix: torch.Tensor | None = None  # [n, H] embeddings that follow the prompt, with gradients
     pictures: tuple[str, bytes] | None = None  # scope and hash under which what the pictures became may be kept
+    prefix: torch.Tensor | None = None  # [L, H] hidden states at the layer that the forward starts from
     past: Past | None = None  # what came before: then the suffix alone goes through the model
 
 
@@ -42,6 +44,7 @@ class Family(ABC):
     """A loaded model of one family."""
 
     suffixes: bool = False  # whether rows may carry a suffix
+    resumes: int | None = None  # the lowest layer that a forward may start from, given its input; None: it cannot
     grafts: Grafts  # where adapters go in; a family that takes none has no such attribute
 
     def __init__(self, info: BackboneInfo, device: torch.device, profile: Profile) -> None:
@@ -55,8 +58,11 @@ class Family(ABC):
         """Tokens of a prompt with so many images: the same numbers whoever shares the forward."""
 
     @abstractmethod
-    def forward(self, rows: Sequence[Row], layers: Sequence[int]) -> list[Hidden]:
-        """One forward over all rows, with gradients where grad mode is on; per row its real tokens, suffix included."""
+    def forward(self, rows: Sequence[Row], layers: Sequence[int], start: int = 0) -> list[Hidden]:
+        """One forward over all rows, with gradients where grad mode is on; per row its real tokens, suffix included.
+
+        From layer `start` > 0 on, all rows carry their prefix of that layer, and neither suffix nor past.
+        """
 
     def text(self, instruction: str, images: int) -> TokenizedText:
         """`tokenize`, remembered: texts repeat, one a task.
@@ -68,6 +74,8 @@ class Family(ABC):
         if (known := self._texts.get(key)) is not None:
             self._texts.move_to_end(key)
             return known
+        if len(instruction) > (most := CHARACTERS * self.info.max_tokens):  # megabytes of it would hold up everybody
+            raise BadMessage(f"observation.instruction: {len(instruction)} characters, more than {most}")
         if (found := next((token for token in self.reserved if token in instruction), None)) is not None:
             raise BadMessage(f"observation.instruction: holds the reserved token {found!r}")
         made = self.tokenize(instruction, images)

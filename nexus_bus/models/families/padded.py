@@ -109,7 +109,7 @@ class Padded(Family):
         )
         return made
 
-    def forward(self, rows: Sequence[Row], layers: Sequence[int]) -> list[Hidden]:
+    def forward(self, rows: Sequence[Row], layers: Sequence[int], start: int = 0) -> list[Hidden]:
         """As `Family.forward`; rows carry no suffix."""
         lengths = [len(row.text.ids) for row in rows]
         inputs: dict[str, torch.Tensor] = {

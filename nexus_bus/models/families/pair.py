@@ -79,7 +79,7 @@ class Pair(Family):
         """Places that RoBERTa and MPNet keep for padding."""
         return 0 if self.language.config.model_type == "bert" else 1 + self.language.config.pad_token_id
 
-    def forward(self, rows: Sequence[Row], layers: Sequence[int]) -> list[Hidden]:
+    def forward(self, rows: Sequence[Row], layers: Sequence[int], start: int = 0) -> list[Hidden]:
         """As `Family.forward`, for the last layer alone."""
         if set(layers) != {-1}:
             raise BadJob(f"head.type: it reads layers {list(layers)}; {self.info.name!r}, a pair, has -1 alone")

@@ -41,6 +41,8 @@ class Qwen(Family):
         self.tokenizer = self.processor.tokenizer
         self.reserved = [str(token) for token in self.tokenizer.get_added_vocab()]
         self.patches = PatchMaker(self.processor.image_processor, info.image_size)
+        deep = getattr(whole.config.vision_config, "deepstack_visual_indexes", None) or []
+        self.resumes = len(deep)  # below that pictures still enter
         self._pictures = Pictures(PICTURE_BYTES)
         self._image_id = whole.config.image_token_id
         self._query_id = query_id(info, self.tokenizer)
@@ -66,8 +68,21 @@ class Qwen(Family):
         extra = {"positions": positions[:, 0], "grids": grids}
         return TokenizedText(ids=tokens, token_type=kind, query_span=(start, len(tokens)), extra=extra)
 
-    def forward(self, rows: Sequence[Row], layers: Sequence[int]) -> list[Hidden]:
+    def forward(self, rows: Sequence[Row], layers: Sequence[int], start: int = 0) -> list[Hidden]:
         """As `Family.forward`; the picture and the prompt's embeddings carry no gradient, the suffixes' do."""
+        if start:
+            lengths = [len(row.text.ids) for row in rows]
+            positions = torch.cat([row.text.extra["positions"] for row in rows], dim=-1)[:, None].to(self.device)
+            prefix = torch.cat([row.prefix for row in rows if row.prefix is not None]).to(self.device)
+            with self.grafts.on(spans(rows, lengths)):
+                states = self._resume(prefix[None], positions, lengths, start)
+        else:
+            lengths, states = self._whole(rows, layers)
+        split = {layer: states[layer][0].split(lengths) for layer in layers}
+        return [{layer: parts[i] for layer, parts in split.items()} for i in range(len(rows))]
+
+    def _whole(self, rows: Sequence[Row], layers: Sequence[int]) -> tuple[list[int], Hidden]:
+        """Lengths of the rows, and hidden states [1, tokens, H] of all of them by layer."""
         fresh = [row for row in rows if not _continues(row)]
         kinds = torch.cat([row.text.token_type for row in fresh]) if fresh else torch.zeros(0, dtype=torch.uint8)
         with torch.no_grad():
@@ -97,9 +112,17 @@ class Qwen(Family):
         for row, place in zip(rows, positions, strict=True):
             if row.past is not None:
                 row.past.position = int(place.max()) + 1
-        hidden = {layer: out.last_hidden_state[0] if layer == -1 else out.hidden_states[layer][0] for layer in layers}
-        split = {layer: states.split(lengths) for layer, states in hidden.items()}
-        return [{layer: parts[i] for layer, parts in split.items()} for i in range(len(rows))]
+        return lengths, {layer: out.last_hidden_state if layer == -1 else out.hidden_states[layer] for layer in layers}
+
+    def _resume(self, hidden: torch.Tensor, positions: torch.Tensor, lengths: list[int], start: int) -> Hidden:
+        """The layers from `start` on: the language model's own loop, entered halfway."""
+        rotary = self.language.rotary_emb(hidden, positions)
+        states = {start: hidden}
+        for i in range(start, len(self.language.layers)):
+            hidden = self.language.layers[i](hidden, attention_mask=None, position_embeddings=rotary, lengths=lengths)
+            states[i + 1] = hidden
+        states[-1] = states[len(self.language.layers)] = self.language.norm(hidden)
+        return states
 
     def _see(self, rows: Sequence[Row]) -> tuple[torch.Tensor, list[torch.Tensor]] | None:
         """Embeddings of all pictures [image tokens, H], and what enters deeper layers."""

@@ -30,7 +30,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "pi": {"width": 32, "layers": 2, "heads": 2},
     "fast": {"levels": 15},
 }
-LORAS = (None, LoraSpec(rank=4, learning_rate=1e-3), LoraSpec(rank=2, targets=("o_proj", "up_proj"), last_layers=3))
+LORAS = (None, LoraSpec(rank=4, learning_rate=1e-3), LoraSpec(rank=2, targets=("o_proj", "up_proj"), last_layers=1))
 
 
 @dataclass(frozen=True)

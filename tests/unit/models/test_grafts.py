@@ -1,6 +1,7 @@
 """The lora tier: everybody's own deltas in one forward and one backward, and a plain peft adapter to leave with."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -176,3 +177,22 @@ def test_pictures_met_again_are_not_looked_at_again_and_give_the_same_bits(backb
     for a, b, c in zip(first, second, theirs, strict=True):
         assert torch.equal(a.hidden, b.hidden)
         assert torch.equal(a.hidden, c.hidden)
+
+
+def test_layers_below_the_first_adapter_are_computed_once_and_give_the_same_bits(backbone: Backbone):
+    adapter = trained(backbone, LoraSpec(rank=4, targets=("o_proj", "up_proj"), last_layers=1), 7)
+    mine = [
+        Look(look.prompt, layers, adapter, scope="acme")
+        for look, layers in zip(looks(adapter, 3, 2), [(-1,), (3, 4), (-1,)], strict=True)
+    ]
+    below = [backbone.prefix_of(look) for look in mine]
+    assert adapter.first == 3
+    assert [look.layers for look in below if look is not None] == [(3,)] * 3
+    known = backbone.encode([look for look in below if look is not None])
+    resumed = [replace(look, prefix=(3, feature.hidden)) for look, feature in zip(mine, known, strict=True)]
+    strangers = looks(trained(backbone, SPECS[1], 1), 2, 8)
+    for whole, again in zip(backbone.encode([*mine, *strangers]), backbone.encode([*resumed, *strangers]), strict=True):
+        assert torch.equal(whole.hidden, again.hidden)
+    assert backbone.prefix_of(Look(mine[0].prompt, (1, -1), adapter)) is None, "it reads a layer below"
+    assert backbone.prefix_of(Look(mine[0].prompt, adapter=trained(backbone, SPECS[0], 1))) is None
+    assert backbone.prefix_of(Look(mine[0].prompt)) is None
