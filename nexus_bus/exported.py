@@ -8,9 +8,12 @@ policy_version.json         what it is, its ancestors, hashes of the files above
 training_state/             optional: optimizer and generator (state.safetensors), and how far it came (cursor.json)
 """
 
+import contextlib
+import fcntl
 import hashlib
 import os
 import shutil
+import stat
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -117,14 +120,14 @@ def write(directory: Path, files: Mapping[str, bytes], *, force: bool = False) -
         Unavailable: the disk is full or refuses.
     """
     directory = Path(os.path.abspath(directory))  # not resolve(): a link to a directory stays a link
-    there = directory.is_dir()
+    there = os.path.isdir(directory)
     if os.path.lexists(directory) and not there:
         raise BadJob(f"{directory}: is no directory")
-    if there and not force and any(directory.iterdir()):
-        raise BadJob(f"{directory}: is not empty; choose another directory, or replace an export there with --force")
     # Beside the target, so that moving into place needs no more room and cannot stop half-way for want of it.
     aside = (directory if there else directory.parent) / f".{directory.name}.{uuid.uuid4().hex[:8]}.part"
     try:
+        if there and not force and any(directory.iterdir()):
+            raise BadJob(f"{directory}: is not empty; choose another directory, or replace an export there with --force")
         for name, content in files.items():
             (aside / name).parent.mkdir(parents=True, exist_ok=True)
             (aside / name).write_bytes(content)
@@ -132,22 +135,29 @@ def write(directory: Path, files: Mapping[str, bytes], *, force: bool = False) -
             _replace(directory, aside, files)
         else:
             aside.rename(directory)
-    except OSError as error:
-        raise Unavailable(f"{directory}: {error.strerror or error}; the export was not written") from error
+    except (OSError, ValueError) as error:  # the latter of a name that no file can have
+        reason = getattr(error, "strerror", None) or error
+        raise Unavailable(f"{directory}: {reason}; the export was not written") from error
     finally:
         shutil.rmtree(aside, ignore_errors=True)
     return [directory / name for name in FILES if name in files]
 
 
 def _replace(directory: Path, aside: Path, files: Mapping[str, bytes]) -> None:
-    """Move files into place one by one; the one that makes it an export goes first and comes last."""
-    (directory / VERSION).unlink(missing_ok=True)
-    for name in FILES:
-        if name in files:
-            (directory / name).parent.mkdir(exist_ok=True)
-            (aside / name).replace(directory / name)
-        else:
-            (directory / name).unlink(missing_ok=True)
+    """Move files into place one by one; the one that makes it an export goes first and comes last. Two take turns."""
+    turn = os.open(directory, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(turn, fcntl.LOCK_EX)
+        (directory / VERSION).unlink(missing_ok=True)
+        for name in FILES:
+            if name in files:
+                (directory / name).parent.mkdir(exist_ok=True)
+                (aside / name).replace(directory / name)
+            else:
+                (directory / name).unlink(missing_ok=True)
+    finally:
+        os.close(turn)
 
 
 def read(directory: Path) -> Exported:
@@ -158,7 +168,7 @@ def read(directory: Path) -> Exported:
         BadMessage: a file is missing, cut off, too large, not of its format, or not what policy_version.json says.
         ContractError: weights, adapter and contract do not belong together, or numbers are not finite.
     """
-    if not directory.is_dir():
+    if not os.path.isdir(directory):
         raise NotFound(f"{directory}: is no directory")
     card = _decode(directory, VERSION, ExportedPolicy)
     contract = _decode(directory, CONTRACT, PolicyContract)
@@ -207,7 +217,10 @@ def _decode(directory: Path, name: str, kind: type[T]) -> T:
 def _bytes(directory: Path, name: str) -> bytes:
     path = directory / name
     try:
-        if path.stat().st_size > LARGEST:
+        found = path.stat()
+        if not stat.S_ISREG(found.st_mode):  # a pipe or a device might never end
+            raise BadMessage(f"{path}: is no regular file")
+        if found.st_size > LARGEST:
             raise BadMessage(f"{path}: larger than {LARGEST} bytes")
         return path.read_bytes()
     except FileNotFoundError:

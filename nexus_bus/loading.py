@@ -81,7 +81,7 @@ class Loader:
             raise type(error)(f"policy {policy}: {error}") from error
         except Exception as error:
             self._bus.log.exception("a version cannot be loaded", tenant=tenant, policy=policy)
-            raise NexusError(f"policy {policy}: cannot be loaded: {error!r}") from error
+            raise NexusError(f"policy {policy}: cannot be loaded; the provider's log has the reason") from error
         finally:
             self._retired.discard((tenant, policy))
 

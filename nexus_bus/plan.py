@@ -19,6 +19,7 @@ from schemas.policy import ActionSpec, ObservationSpec, PolicyVersion
 from schemas.subjects import subject
 
 MAX_EPISODES = 10_000  # orders of one job on the queue; the stream takes 20,000 on a subject
+MAX_DRAWS = 4096  # samples times noise draws of one step: more would not fit beside other tenants
 MAX_DATASET = 200  # characters of a dataset's directory
 
 # Rough costs on one CPU core at nano size, for the estimate alone.
@@ -54,6 +55,7 @@ def compile_plan(spec: JobSpec, tenant: str, init: PolicyVersion | JobSpec | Non
     environment = describe(spec.environment) if spec.environment is not None else None
     _check_environment(spec, environment, head, backbone)
     action, observation = _spaces(spec, environment, init)
+    _check_memory(spec, head)
     check_backbone(
         backbone,
         tier="frozen" if spec.kind == "eval" else spec.tier,
@@ -129,6 +131,17 @@ def _check_limits(spec: JobSpec) -> None:
         raise BadJob(f"data.dataset: {dataset!r} is read by every tenant and recorded by none; name a directory of your own")
     if isinstance(spec.algorithm, Sft) and spec.algorithm.warmup_steps > spec.algorithm.steps:
         raise BadJob(f"algorithm.warmup_steps: {spec.algorithm.warmup_steps} of {spec.algorithm.steps} steps")
+
+
+def _check_memory(spec: JobSpec, head: HeadSpec) -> None:
+    """What a step keeps for its backward grows with its samples and their noise draws."""
+    samples = spec.algorithm.batch_size if isinstance(spec.algorithm, Sft) else 0
+    repeats = int(head.options.get("repeats", 1))
+    if samples * repeats > MAX_DRAWS:
+        raise BadJob(
+            f"algorithm.batch_size: {samples} samples of {repeats} noise draws make {samples * repeats} in a step; "
+            f"at most {MAX_DRAWS}: take fewer samples, or a smaller head.options.repeats"
+        )
 
 
 def _ahead(spec: JobSpec) -> int:

@@ -204,9 +204,10 @@ def _checked(contract: PolicyContract, weights: bytes, adapter: bytes | None) ->
     Raises:
         Refused: names the file and what is wrong with it.
     """
-    check_contract(contract)
+    known = next((base for base in map(describe_backbone, SHIPPED) if base.fingerprint == contract.backbone_fingerprint), None)
+    check_contract(contract, backbone=known)
     check_weights(contract, weights, adapter)
-    if contract.backbone_fingerprint in {describe_backbone(base).fingerprint for base in SHIPPED}:
+    if known is not None:
         return ""
     return (
         f"; warning: its backbone {contract.backbone!r} ({contract.backbone_fingerprint[:12]}) is none that ships with this "

@@ -11,7 +11,7 @@ from schemas.environment import Observation
 class InferenceRequest(Message, frozen=True, kw_only=True):
     """Ask one policy version for an action chunk. The asker's inbox travels in the `Nexus-Reply-To` header."""
 
-    id: str  # the same request asked again may be answered twice; the answers are equal
+    id: Annotated[str, Meta(max_length=200)]  # the same request asked again may be answered twice; the answers are equal
     job: Name
     policy: PolicyId
     observation: Observation

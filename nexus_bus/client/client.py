@@ -215,7 +215,7 @@ class Client:
             if not versions:
                 raise NotFound(f"policy: job {job!r} has published no version")
             return versions[-1]
-        if not n.isdecimal():
+        if not (n.isascii() and n.isdecimal()):
             raise NotFound(f"policy: {ref!r} is not of the form <job>@<n> or <job>@latest")
         entry = await self._registry.get(policy_key(self.tenant, _token("policy", job), int(n)), PolicyVersion)
         if entry is None:

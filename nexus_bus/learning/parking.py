@@ -9,10 +9,16 @@ import uuid
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+
+import psutil
+import structlog
 
 from nexus_bus.errors import Unreadable
 from nexus_bus.models.checkpoint import restore_training_state, training_state_bytes
 from nexus_bus.models.slots import Slot
+
+log: Any = structlog.get_logger()
 
 
 class Parking:
@@ -24,7 +30,12 @@ class Parking:
         self._resident: OrderedDict[int, Slot] = OrderedDict()
         self._parked: dict[int, bytes | Path] = {}
         if directory is not None:
-            directory.mkdir(parents=True, exist_ok=True)
+            try:
+                directory.mkdir(parents=True, exist_ok=True)
+                _sweep(directory)
+            except OSError as error:  # memory will do
+                log.warning("slots are parked in memory alone", directory=str(directory), error=str(error))
+                self.directory = None
 
     def use(self, slots: Sequence[Slot]) -> dict[int, Unreadable]:
         """Make slots resident, then park others until the bound holds again; those in use may pass it.
@@ -95,3 +106,11 @@ class Parking:
         finally:
             if isinstance(kept, Path):
                 kept.unlink(missing_ok=True)
+
+
+def _sweep(directory: Path) -> None:
+    """Remove what trainers left that were killed; their jobs went on from their commits."""
+    for path in directory.glob("*-*.safetensors"):
+        owner = path.name.partition("-")[0]
+        if owner.isdecimal() and not (psutil.pid_exists(int(owner)) and int(owner) != os.getpid()):
+            path.unlink(missing_ok=True)

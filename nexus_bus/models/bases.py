@@ -3,18 +3,22 @@
 import hashlib
 import json
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from nexus_bus.errors import BadJob, NotFound
+from nexus_bus.models.tensorfile import HEADER_LIMIT
 
 SHIPPED = {"nexus-nano": Path(__file__).parent / "nano"}
 QUERY_TOKENS = 8  # appended to every prompt of a backbone that does not say otherwise
 IMAGE_SIZE = 224  # of a backbone that takes any size and does not say otherwise
 PROMPT_TOKENS = 1024  # longest prompt served: a longer one would make everybody in its group wait
 WORDS = 48  # tokens that a plan keeps free for chat template and instruction
+_LAYER = re.compile(r"\.layers\.\d+\.(?:.+\.)?([^.]+)\.weight$")
+_VISION = re.compile(r"vision|visual")  # as every family calls its other tower
 PAIR = "pair"  # `kind` in nexus.json of a vision encoder beside a text encoder
 
 Config = Mapping[str, Any]
@@ -39,6 +43,7 @@ class BackboneInfo:
     prompt: str  # template with {instruction}
     tiers: tuple[str, ...]
     suffixes: bool  # whether heads may append tokens of their own
+    targets: tuple[str, ...] = ()  # last names of the layers that an adapter may adapt; empty: its files do not tell
     options: dict[str, Any] = field(default_factory=dict)  # nexus.json as it stands
 
 
@@ -204,13 +209,13 @@ def describe_backbone(base: str) -> BackboneInfo:
     return info
 
 
-def check_backbone(info: BackboneInfo, *, tier: str, layers: Sequence[int], cameras: int, suffix: bool) -> None:
+def check_backbone(info: BackboneInfo, *, tier: str, layers: Sequence[int], cameras: int, suffix: int) -> None:
     """Whether a job can have what it wants of a backbone.
 
     Args:
         layers: the hidden states that its head reads, counted as in transformers: 0 the embeddings, -1 the last.
         cameras: views of one observation.
-        suffix: its head appends tokens of its own to the prompt.
+        suffix: tokens of its own that its head appends to the prompt, at most.
 
     Raises:
         BadJob: it cannot; the text begins with the field.
@@ -229,11 +234,25 @@ def check_backbone(info: BackboneInfo, *, tier: str, layers: Sequence[int], came
     least = KINDS[info.model_type].least_views if info.model_type in KINDS else 0
     if cameras < least:
         raise BadJob(f"observation.cameras: {cameras}; {info.name!r} ({info.model_type}) needs at least {least}")
-    length = cameras * info.tokens_per_view + info.query_tokens + WORDS
+    length = cameras * info.tokens_per_view + info.query_tokens + WORDS + suffix
     if length > info.max_tokens:
+        more = f", words and up to {suffix} tokens of the head" if suffix else " and words"
         raise BadJob(
-            f"observation.cameras: {cameras} views of {info.tokens_per_view} tokens, with queries and words, make {length};"
+            f"observation.cameras: {cameras} views of {info.tokens_per_view} tokens, with queries{more}, make {length};"
             f" {info.name!r} takes {info.max_tokens}: show fewer views, or a base with fewer tokens a view"
+        )
+
+
+def check_targets(info: BackboneInfo, targets: Sequence[str]) -> None:
+    """Whether layers of these names are there to be adapted.
+
+    Raises:
+        BadJob: one is not; lists what there is.
+    """
+    if info.targets and (odd := [target for target in targets if target not in info.targets]):
+        raise BadJob(
+            f"lora.targets: no layer of the language model of {info.name!r} is called {odd[0][:80]!r}; there are"
+            f" {', '.join(info.targets)}"
         )
 
 
@@ -262,6 +281,7 @@ def _checkpoint(base: str, path: Path, extra: Config) -> dict[str, Any]:
         "max_tokens": min(int(text["max_position_embeddings"]), PROMPT_TOKENS),
         "tiers": ("frozen", "lora"),
         "suffixes": kind.suffixes,
+        "targets": _targets(path),
     }
 
 
@@ -314,6 +334,20 @@ def _preprocessing(path: Path) -> Config:
     if (file := path / "processor_config.json").is_file():
         return json.loads(file.read_text()).get("image_processor", {})
     return {}
+
+
+def _targets(path: Path) -> tuple[str, ...]:
+    """Last names of the language model's linear layers, as the headers of its weights have them."""
+    found: set[str] = set()
+    for file in path.glob("*.safetensors"):
+        with file.open("rb") as weights:
+            length = int.from_bytes(weights.read(8), "little")
+            header = json.loads(weights.read(length)) if length <= HEADER_LIMIT else {}
+        for name, tensor in header.items():
+            layer = _LAYER.search(name)
+            if layer and not _VISION.search(name) and len(tensor["shape"]) == 2:
+                found.add(layer[1])
+    return tuple(sorted(found))
 
 
 _FINGERPRINTS: dict[tuple[tuple[str, int, int], ...], str] = {}

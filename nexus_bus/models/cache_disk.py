@@ -52,15 +52,11 @@ class DiskCache:
         path = self._path(scope, feature_id)
         try:
             with safe_open(path, "pt") as file:
-                feature = VLAFeature(
-                    feature_id=feature_id,
-                    hidden=file.get_tensor("hidden"),
-                    token_type=file.get_tensor("token_type"),
-                    query_span=tuple(json.loads(file.metadata()["query_span"])),
-                )
+                start, stop = json.loads(file.metadata()["query_span"])
+                feature = VLAFeature(feature_id, file.get_tensor("hidden"), file.get_tensor("token_type"), (start, stop))
         except OSError:
             return None
-        except (SafetensorError, KeyError, ValueError):  # cut short by a crash of the machine: encode it again
+        except (SafetensorError, KeyError, ValueError, TypeError):  # cut short by a crash of the machine: encode it again
             with contextlib.suppress(OSError):
                 os.unlink(path)  # its row still counts it, until it is written again
             return None
@@ -152,6 +148,7 @@ class DiskCache:
         try:
             if self._index is None:
                 os.makedirs(self._root, 0o700, exist_ok=True)
+                _own(self._root)
                 self._index = Index(self._root)
                 self._finalizer = weakref.finalize(self, self._index.close)
             index = self._index
@@ -192,6 +189,13 @@ class DiskCache:
         if index is not None:
             index.close()
             self._finalizer.detach()
+
+
+def _own(root: str) -> None:
+    """Whether a directory is a cache's own, for whatever else lies in it would be swept away. Raises OSError if not."""
+    there = os.listdir(root)
+    if there and not set(there) & set(Index.files):
+        raise OSError(f"{root} holds {min(there)!r}, which is none of a feature cache; give it a directory of its own")
 
 
 def _sweep(index: Index, root: str) -> None:

@@ -15,6 +15,8 @@ from nexus_bus.errors import BadJob
 from schemas.job import HeadSpec, Scalar
 
 GROUP = "nexus_bus.heads"
+LARGEST = 2 << 30  # bytes of a head's weights: with gradients and moments a slot takes four times as much
+DECODED = 256  # tokens of an answer: each one is a forward that others wait for
 
 
 @dataclass(frozen=True)
@@ -147,6 +149,59 @@ def head_layers(spec: HeadSpec, layers: int) -> tuple[int, ...]:
     if wanted > layers:
         raise BadJob(f"head.options.layers: {wanted}, but the backbone has {layers}")
     return (*range(layers - wanted + 1, layers), -1)
+
+
+def check_size(spec: HeadSpec, hidden: int, layers: int) -> None:
+    """Whether the weights of a shipped head can be served at all; an installed one is its provider's to bound.
+
+    Args:
+        spec: its options complete.
+        hidden, layers: of the backbone.
+
+    Raises:
+        BadJob: they cannot.
+    """
+    size = 4 * head_weights(spec, hidden, layers)
+    if size > LARGEST:
+        raise BadJob(
+            f"head.options: the weights of this {spec.type!r} take about {size / 1e9:.1f} GB, at most {LARGEST / 1e9:.1f} are "
+            "served; choose a smaller width or fewer layers"
+        )
+
+
+def head_weights(spec: HeadSpec, hidden: int, layers: int) -> int:
+    """Roughly how many weights a shipped head has: its matrices alone. 0 for an installed one."""
+    has = {name: int(value) for name, value in spec.options.items()} if spec.type in HEADS else {}
+    match spec.type:
+        case "oft":
+            width = has["width"] or 2 * hidden
+            return has["blocks"] * width**2 + hidden * width + has["value_width"] ** 2 + hidden * has["value_width"]
+        case "gr00t" | "pi":
+            width = has["width"]
+            count = has["layers"] if spec.type == "gr00t" else len(head_layers(spec, layers))
+            context = width + hidden if spec.type == "gr00t" else 2 * (width + hidden)  # half of gr00t's read the backbone
+            return count * width * ((4 + 2 * has["mlp_ratio"]) * width + context) + 8 * width**2
+        case "fast":
+            return 4 * (has["levels"] + 1) * hidden
+        case _:
+            return 0
+
+
+def suffix_tokens(spec: HeadSpec, action_size: int) -> int:
+    """Tokens that a head appends to the prompt at most, and decodes one by one.
+
+    Raises:
+        BadJob: more than are decoded.
+    """
+    if not head_entry(spec.type).suffix:
+        return 0
+    tokens = spec.horizon * action_size + 1
+    if tokens > DECODED + 1:
+        raise BadJob(
+            f"head.horizon: {spec.horizon} actions of {action_size} numbers are up to {tokens - 1} tokens, decoded one by one; "
+            f"at most {DECODED} are: choose a horizon of at most {DECODED // action_size}"
+        )
+    return tokens
 
 
 def check_head(spec: HeadSpec) -> HeadSpec:

@@ -112,5 +112,5 @@ def _save(tensors: Mapping[str, torch.Tensor], metadata: dict[str, str] | None =
 def _read(data: bytes, what: str) -> dict[str, torch.Tensor]:
     try:
         return load(data)
-    except SafetensorError as error:
+    except (SafetensorError, RuntimeError) as error:  # the latter of shapes that torch cannot have
         raise BadMessage(f"{what}: not a safetensors file ({error})") from error

@@ -6,8 +6,8 @@ Known without torch: the master checks with it what a tenant brings.
 from typing import Literal
 
 from nexus_bus.errors import BadJob, ContractError
-from nexus_bus.models.bases import BackboneInfo
-from nexus_bus.models.catalog import check_head, head_entry
+from nexus_bus.models.bases import BackboneInfo, check_targets
+from nexus_bus.models.catalog import check_head, check_size, head_entry, suffix_tokens
 from nexus_bus.models.normalize import Normalize, statistics_hash
 from schemas.job import HeadSpec, LoraSpec
 from schemas.policy import ActionSpec, Normalizer, NormMode, ObservationSpec, PolicyContract, Statistics
@@ -88,7 +88,11 @@ def check_contract(
         ContractError: names the field, what the policy has and what it met.
     """
     try:
-        check_head(contract.head)
+        head = check_head(contract.head)
+        suffix_tokens(head, contract.action.size)
+        if backbone is not None:
+            check_size(head, backbone.hidden, backbone.layers)
+            check_targets(backbone, contract.lora.targets if contract.lora is not None else ())
     except BadJob as error:
         raise ContractError(f"contract.{error}") from error
     _equal("head.horizon", contract.head.horizon, contract.horizon)
@@ -100,6 +104,9 @@ def check_contract(
         )
     if not len(contract.action.low) == len(contract.action.high) == contract.action.size:
         raise ContractError(f"contract.action: {contract.action.size} dimensions, but the bounds have another number")
+    if odd := [i for i, (low, high) in enumerate(zip(contract.action.low, contract.action.high, strict=True)) if low > high]:
+        low, high = contract.action.low[odd[0]], contract.action.high[odd[0]]
+        raise ContractError(f"contract.action: the lower bound of dimension {odd[0]} is {low:g}, its upper one {high:g}")
     Normalize(contract.action_norm, contract.action.size, "contract.action_norm")
     Normalize(contract.state_norm, contract.observation.state_size, "contract.state_norm")
     expected = statistics_hash(contract.action_norm, contract.state_norm)

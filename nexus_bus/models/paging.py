@@ -7,6 +7,7 @@ pointer to something that never changes, so what is dropped meanwhile disturbs n
 import contextlib
 import hashlib
 import os
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -19,6 +20,7 @@ from schemas.base import BlobRef
 from schemas.policy import PolicyVersion
 
 KNOWN = 4096  # versions whose record is remembered, so that they are paged in without the bus
+_PAGE = re.compile(r"[0-9a-f]{64}|\.[0-9a-f]{64}\.\d+")  # a file, and one that is being written
 Key = tuple[str, str]  # tenant, version: names of two tenants may agree
 Build = Callable[[PolicyVersion, bytes, bytes | None], PolicySlot]
 
@@ -35,7 +37,8 @@ class Pages:
         self._memory: OrderedDict[str, bytes] = OrderedDict()
         self._lock = threading.Lock()
         if directory is not None:
-            directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+            with contextlib.suppress(OSError):  # what cannot be kept there is fetched again
+                directory.mkdir(parents=True, exist_ok=True, mode=0o700)
             self._trim()
 
     def get(self, ref: BlobRef) -> bytes | None:
@@ -66,6 +69,7 @@ class Pages:
         path = self.directory / ref.sha256
         aside = self.directory / f".{ref.sha256}.{os.getpid()}"
         try:
+            self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)  # somebody may have taken it away
             aside.write_bytes(data)
             aside.replace(path)  # a file appears whole
         except OSError:
@@ -160,7 +164,9 @@ class PolicySlots:
         return self._keep(version, self._build(version, weights, adapter))
 
     def store(self, version: PolicyVersion, weights: bytes, adapter: bytes | None = None) -> None:
-        """Keep a version's bytes on this host."""
+        """Keep a version's bytes on this host, unless it was dropped meanwhile."""
+        if self.known(version.tenant, version.id) is None:
+            return
         self._pages.put(version.weights, weights)
         if version.adapter is not None and adapter is not None:
             self._pages.put(version.adapter, adapter)
@@ -196,8 +202,9 @@ class PolicySlots:
 
 
 def _listed(directory: Path) -> list[str]:
+    """Files of ours: what else lies there is neither counted nor touched."""
     try:
-        return [entry.path for entry in os.scandir(directory)]
+        return [entry.path for entry in os.scandir(directory) if _PAGE.fullmatch(entry.name)]
     except OSError:  # somebody took the directory away: nothing is kept there
         return []
 

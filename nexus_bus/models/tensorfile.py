@@ -8,7 +8,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
@@ -17,6 +17,7 @@ from nexus_bus.errors import BadMessage, ContractError
 from schemas.job import LoraSpec
 
 HEADER_LIMIT = 1 << 24  # bytes of JSON
+TENSORS = 1 << 14  # of one file: the largest heads and adapters have a tenth of them
 _ADAPTED = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")  # peft's names
 _SIZES = {
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1,
@@ -25,10 +26,15 @@ _SIZES = {
 _FLOATS = {"F64": "<f8", "F32": "<f4", "F16": "<f2"}
 
 
+Length = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
+
+
 class _Entry(msgspec.Struct):
+    """Bounded, so that to multiply a shape out costs nothing: a header has room for a million numbers."""
+
     dtype: str
-    shape: list[int]
-    data_offsets: tuple[int, int]
+    shape: Annotated[list[Length], msgspec.Meta(max_length=8)]
+    data_offsets: tuple[Length, Length]
 
 
 @dataclass(frozen=True)
@@ -53,7 +59,9 @@ def read_header(data: bytes, what: str) -> dict[str, TensorInfo]:
         raise BadMessage(f"{what}: not a safetensors file")
     try:
         header = msgspec.json.decode(data[8:start], type=dict[str, Any])
-        header.pop("__metadata__", None)
+        msgspec.convert(header.pop("__metadata__", {}), dict[str, str])
+        if len(header) > TENSORS:
+            raise BadMessage(f"{what}: holds {len(header)} tensors; at most {TENSORS} are read")
         entries = msgspec.convert(header, dict[str, _Entry])
     except (ValueError, RecursionError) as error:  # msgspec's errors are ValueErrors
         raise BadMessage(f"{what}: not a safetensors file: {error}") from error
@@ -64,7 +72,7 @@ def read_header(data: bytes, what: str) -> dict[str, TensorInfo]:
         if entry.dtype not in _SIZES:
             raise BadMessage(f"{what}: {name!r} is {entry.dtype}; there are {', '.join(_SIZES)}")
         size = math.prod(entry.shape) * _SIZES[entry.dtype]
-        if begin != at or min(entry.shape, default=0) < 0 or end - begin != size:
+        if begin != at or end - begin != size:
             raise BadMessage(f"{what}: {name!r} is {entry.dtype}{entry.shape}, {size} bytes, but has bytes {begin} to {end}")
         found[name], at = TensorInfo(entry.dtype, tuple(entry.shape), start + begin, start + end), end
     if start + at != len(data):
@@ -104,6 +112,8 @@ def adapted_layers(tensors: Mapping[str, TensorInfo], what: str) -> dict[str, tu
         named = _ADAPTED.fullmatch(name)
         if named is None or len(info.shape) != 2:
             raise ContractError(f"{what}: {name!r} is {list(info.shape)}; expected base_model.model.….lora_A.weight [rank, in]")
+        if info.dtype not in ("BF16", *_FLOATS):
+            raise ContractError(f"{what}: {name!r} is {info.dtype}; an adapter holds floating-point numbers")
         halves.setdefault(named[1], {})[named[2]] = info.shape
     found: dict[str, tuple[int, int, int]] = {}
     for layer, pair in sorted(halves.items()):

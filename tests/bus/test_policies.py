@@ -188,6 +188,8 @@ async def test_the_master_does_not_believe_what_a_client_says(client: Client, pu
             ({"adapter": plain.weights}, "there is an adapter, but contract.lora has none"),
             ({"contract": other(plain.contract, statistics_hash="0")}, "contract.statistics_hash"),
             ({"contract": other(plain.contract, head=HeadSpec(type="nope", horizon=4))}, "contract.head.type: 'nope'"),
+            ({"contract": other(plain.contract, prompt="do {instruction}")}, "contract.prompt"),
+            ({"contract": other(plain.contract, query_tokens=64)}, "contract.query_tokens"),
         ]
     ):
         given: dict[str, Any] = {"name": "bad", "contract": plain.contract, "weights": plain.weights} | order

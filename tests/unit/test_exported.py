@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,32 @@ def version(weights: bytes = WEIGHTS, adapter: bytes | None = None) -> PolicyVer
 
 def made(adapter: bytes | None = LOW_RANK, weights: bytes = WEIGHTS, **more: Any) -> dict[str, bytes]:
     return files_of(version(weights, adapter), weights, adapter, ["pick@2", "warm@0"], **more)
+
+
+def test_of_two_that_replace_an_export_at_once_one_is_there_whole(tmp_path: Path):
+    both = [made(), made(weights=save({"head.weight": np.zeros((2, 3), np.float32)}))]
+    write(tmp_path, both[0])
+    with ThreadPoolExecutor(2) as threads:
+        for _ in range(20):
+            list(threads.map(lambda files: write(tmp_path, files, force=True), both))
+            assert read(tmp_path).weights in {files[HEAD] for files in both}
+
+
+@pytest.mark.parametrize("name", ["a" * 300, "nul\0byte", "file/below"])
+def test_a_place_that_cannot_be_is_said(tmp_path: Path, name: str):
+    (tmp_path / "file").touch()
+    with pytest.raises(Unavailable, match="the export was not written"):
+        write(tmp_path / name, made())
+    with pytest.raises(NotFound, match="is no directory"):
+        read(tmp_path / name)
+
+
+def test_a_pipe_in_the_place_of_a_file_is_not_read(tmp_path: Path):
+    write(tmp_path, made())
+    (tmp_path / HEAD).unlink()
+    os.mkfifo(tmp_path / HEAD)
+    with pytest.raises(BadMessage, match=f"{HEAD}: is no regular file"):
+        read(tmp_path)
 
 
 def test_a_directory_is_read_as_it_was_written(tmp_path: Path):
@@ -146,7 +173,7 @@ def edit(name: str, change: Callable[[Any], Any]) -> Callable[[Path], Any]:
         (edit(VERSION, lambda c: c | {"adapter": None}), BadMessage, r"adapter_model\.safetensors: was changed"),
         (edit(ADAPTER_CONFIG, lambda c: c | {"r": 4}), ContractError, r"adapter_config\.json: r is 4, contract\.lora says 2"),
         (edit(ADAPTER_CONFIG, lambda c: c | {"lora_alpha": 1}), ContractError, r"adapter_config\.json: lora_alpha is 1"),
-        (lambda d: (d / HEAD).unlink() or (d / HEAD).mkdir(), BadMessage, "Is a directory"),
+        (lambda d: (d / HEAD).unlink() or (d / HEAD).mkdir(), BadMessage, "is no regular file"),
         (shutil.rmtree, NotFound, "is no directory"),
     ],
 )

@@ -116,6 +116,14 @@ def test_notes_say_what_may_surprise():
     [
         (SFT | {"lora": {"rank": 4}}, 'lora: needs tier = "lora"'),
         (SFT | {"tier": "lora", "lora": {"last_layers": 9}}, "lora.last_layers: 9, but nexus-nano has 4"),
+        (SFT | {"tier": "lora", "lora": {"targets": [".*"]}}, "lora.targets: no layer of the language model of 'nexus-nano'"),
+        (SFT | {"tier": "lora", "lora": {"targets": ["q_proj", "qkv"]}}, "lora.targets: no layer"),
+        (EVAL | {"tier": "lora", "lora": {"rank": 4}}, "lora: an eval job takes the adapter that its policy has"),
+        (SFT | {"head": {"options": {"width": 8192, "blocks": 16}}}, "head.options: the weights of this 'oft' take"),
+        (
+            SFT | {"head": {"type": "gr00t", "options": {"repeats": 64}}, "algorithm": {"name": "sft", "batch_size": 1024}},
+            "algorithm.batch_size: 1024 samples of 64 noise draws make 65536",
+        ),
         (SFT | {"head": {"type": "fast"}}, "tier: 'fast' needs lora"),
         (EVAL | {"init": None}, "init: an eval job names"),
         (EVAL | {"algorithm": {"name": "sft"}}, "algorithm: an eval job learns nothing"),

@@ -123,3 +123,29 @@ def test_the_forward_is_paid_by_those_who_needed_it(backbone: Backbone, make: An
 def test_an_empty_group_is_nothing(backbone: Backbone):
     assert GroupTrainer(backbone).run([]) == []
     assert torch.is_grad_enabled()
+
+
+def test_interleaved_adapters_keep_their_steps_to_themselves(backbone: Backbone, make: Any):
+    """A known fault of multi-adapter trainers: one tenant's optimizer step moves, or its zeroed gradients wipe, another's."""
+    lora = job.LoraSpec(rank=4, learning_rate=1e-2)
+    seats = []
+    for i in range(2):
+        contract = make.contract("oft", 4, 3, 2, lora=lora)
+        algorithm = Sft(job.Sft(steps=30, warmup_steps=0), slot_seed=i)
+        adapter = backbone.adapter(lora, seed=7)  # the same beginning, so that a mix-up would not show in the shapes
+        slot = algorithm.make_slot(f"t{i}", "pick", contract, build_module(contract, FeatureShape(128, 4), seed=7), adapter)
+        seats.append((algorithm, slot))
+    trainer = GroupTrainer(backbone)
+
+    def step(*who: int, number: int) -> None:
+        for result in trainer.run([Member(seats[i][1], seats[i][0], work(make, seats[i][1], i, number)) for i in who]):
+            assert result.error is None
+
+    step(0, 1, number=0)
+    mine = training_state_bytes(seats[1][1])
+    assert mine != training_state_bytes(seats[0][1])
+    step(0, number=1)
+    step(0, number=2)
+    assert training_state_bytes(seats[1][1]) == mine
+    step(1, 0, number=3)
+    assert training_state_bytes(seats[1][1]) != mine

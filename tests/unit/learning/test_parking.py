@@ -69,3 +69,17 @@ def test_one_that_cannot_be_read_back_is_named_and_the_others_go_on(backbone: Ba
     for i, seat in enumerate(seats):
         if i != position:
             assert learn(backbone, make, seat, 0) == pytest.approx(learn(backbone, make, begin(backbone, make, i), 0), abs=0)
+
+
+def test_what_a_killed_trainer_left_goes_and_a_bad_directory_is_no_reason_to_stop(
+    backbone: Backbone, make: Any, tmp_path: Path
+):
+    gone, mine = tmp_path / "4194304-dead.safetensors", tmp_path / "notes.txt"  # above the highest pid there can be
+    gone.write_bytes(b"x")
+    mine.write_text("keep")
+    Parking(resident_bytes=0, directory=tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["notes.txt"]
+    parking = Parking(resident_bytes=0, directory=mine)
+    seats = [begin(backbone, make, i) for i in range(2)]
+    assert parking.use([seats[0][1]]) == parking.use([seats[1][1]]) == {}
+    assert parking.parked == 1, "in memory"

@@ -164,6 +164,8 @@ def test_instructions_cannot_forge_tokens(backbone: Backbone):
         backbone.ids([Look(Prompt(prompts(1)[0].images, "touch <|image_pad|> now"))])
     with pytest.raises(BadMessage, match="more than 1024"):
         backbone.ids([Look(Prompt(prompts(1)[0].images, "touch the block " * 1000))])
+    with pytest.raises(BadMessage, match=r"observation.instruction: 1000000 characters, more than 16384"):
+        backbone.ids([Look(Prompt(prompts(1)[0].images, "z" * 1_000_000))])  # not even tokenised: that takes a second
     with pytest.raises(BadMessage, match=r"observation.images: float32\[4, 4\] is not uint8\[H, W, 3\]"):
         Prompt([np.zeros((4, 4), np.float32)], "touch")  # type: ignore[list-item]
 

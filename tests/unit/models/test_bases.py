@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from nexus_bus.errors import BadJob
-from nexus_bus.models.bases import DEFAULTS, KINDS, PAIR, BackboneInfo, check_backbone, describe_backbone
+from nexus_bus.models.bases import DEFAULTS, KINDS, PAIR, BackboneInfo, check_backbone, check_targets, describe_backbone
 
 # As such checkpoints lie on the hub: what equals a default is left out, and older ones have a flat text half.
 FILES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -139,11 +139,14 @@ def test_a_model_of_no_family_is_refused_with_those_there_are(tmp_path: Path):
     [
         ({"tier": "full"}, "tier: 'full' is not for 'nexus-nano' (qwen3_vl), which serves frozen, lora"),
         ({"layers": (1, 5)}, "head.type: it reads layer 5; 'nexus-nano' (qwen3_vl) has -5 … 4"),
-        ({"cameras": 120}, "observation.cameras: 120 views of 9 tokens, with queries and words, make 1136"),
+        (
+            {"cameras": 120},
+            "observation.cameras: 120 views of 9 tokens, with queries, words and up to 20 tokens of the head, make 1156",
+        ),
     ],
 )
 def test_what_a_backbone_cannot_do_is_refused_with_the_field(asked: dict[str, Any], says: str):
-    given: dict[str, Any] = {"tier": "lora", "layers": (0, 4, -1, -5), "cameras": 2, "suffix": True}
+    given: dict[str, Any] = {"tier": "lora", "layers": (0, 4, -1, -5), "cameras": 2, "suffix": 20}
     check_backbone(describe_backbone("nexus-nano"), **given)
     with pytest.raises(BadJob) as error:
         check_backbone(describe_backbone("nexus-nano"), **(given | asked))
@@ -155,7 +158,7 @@ def test_what_a_backbone_cannot_do_is_refused_with_the_field(asked: dict[str, An
     [
         (
             "gemma3",
-            {"suffix": True},
+            {"suffix": 20},
             "head.type: it appends tokens to the prompt; 'mine' (gemma3) takes none, these do: qwen",
         ),
         ("llava", {"cameras": 2}, "2 views of 576 tokens, with queries and words, make 1208; 'mine' takes 1024"),
@@ -163,7 +166,7 @@ def test_what_a_backbone_cannot_do_is_refused_with_the_field(asked: dict[str, An
     ],
 )
 def test_families_differ_in_what_they_can(tmp_path: Path, model_type: str, asked: dict[str, Any], says: str):
-    given: dict[str, Any] = {"tier": "lora", "layers": (-1,), "cameras": 1, "suffix": False}
+    given: dict[str, Any] = {"tier": "lora", "layers": (-1,), "cameras": 1, "suffix": 0}
     info = describe_backbone(written(tmp_path, model_type, {"name": "mine"}))
     check_backbone(info, **given)
     with pytest.raises(BadJob) as error:
@@ -171,10 +174,20 @@ def test_families_differ_in_what_they_can(tmp_path: Path, model_type: str, asked
     assert says in str(error.value)
 
 
+@pytest.mark.parametrize("target", [".*", "", "self_attn.q_proj", "qkv", "lm_head", "q_proj" * 10_000])
+def test_an_adapter_names_layers_of_the_language_model(target: str):
+    info = describe_backbone("nexus-nano")
+    check_targets(info, ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"))
+    with pytest.raises(BadJob, match=r"^lora\.targets: no layer .* there are down_proj, gate_proj, k_proj, o_proj") as error:
+        check_targets(info, ("q_proj", target))
+    assert len(str(error.value)) < 300
+    check_targets(replace(info, targets=()), (target,))  # its files do not tell; the trainer does
+
+
 def test_a_pair_has_one_layer_and_no_adapters():
     info: BackboneInfo = replace(describe_backbone("nexus-nano"), model_type=PAIR, layers=1, tiers=("frozen",))
-    check_backbone(info, tier="frozen", layers=(-1,), cameras=0, suffix=False)
+    check_backbone(info, tier="frozen", layers=(-1,), cameras=0, suffix=0)
     with pytest.raises(BadJob, match="tier: 'lora' is not for"):
-        check_backbone(info, tier="lora", layers=(-1,), cameras=1, suffix=False)
+        check_backbone(info, tier="lora", layers=(-1,), cameras=1, suffix=0)
     with pytest.raises(BadJob, match=r"reads layer 1; .* has -1 alone"):
-        check_backbone(info, tier="frozen", layers=(1,), cameras=1, suffix=False)
+        check_backbone(info, tier="frozen", layers=(1,), cameras=1, suffix=0)

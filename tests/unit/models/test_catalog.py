@@ -9,7 +9,7 @@ import pytest
 
 from nexus_bus.errors import BadJob, NotFound
 from nexus_bus.models.bases import describe_backbone, resolve_base
-from nexus_bus.models.catalog import HEADS, check_head
+from nexus_bus.models.catalog import HEADS, check_head, check_size, head_weights, suffix_tokens
 from schemas.job import HeadSpec
 
 
@@ -99,3 +99,40 @@ def test_an_unknown_base_is_refused(tmp_path: Path):
 def test_a_base_that_cannot_be_a_path_is_refused(base: str):
     with pytest.raises(NotFound, match=r"^base: "):
         describe_backbone(base)
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        HeadSpec(type="oft", options={"width": 512, "blocks": 4}),
+        HeadSpec(type="gr00t", options={"width": 256, "layers": 6}),
+        HeadSpec(type="pi", options={"width": 256, "mlp_ratio": 4}),
+        HeadSpec(type="fast", options={"levels": 500}),
+    ],
+)
+def test_the_estimated_size_of_a_head_is_near_its_real_one(head: HeadSpec):
+    from nexus_bus.models.heads import FeatureShape, build_head
+
+    real = sum(weight.numel() for weight in build_head(head, FeatureShape(128, 4), 8, 4, None).parameters())
+    assert head_weights(check_head(head), 128, 4) == pytest.approx(real, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        HeadSpec(type="oft", options={"width": 8192, "blocks": 16}),
+        HeadSpec(type="gr00t", options={"width": 4096, "layers": 48}),
+        HeadSpec(type="pi", options={"width": 4096, "mlp_ratio": 8}),
+    ],
+)
+def test_a_head_that_would_fill_the_machine_is_refused(head: HeadSpec):
+    with pytest.raises(BadJob, match=r"head\.options: the weights of this '\w+' take about [\d.]+ GB, at most 2\.1 are served"):
+        check_size(check_head(head), 128, 4)
+    check_size(check_head(HeadSpec(type="gr00t", options={"width": 1536, "layers": 16, "heads": 32})), 2048, 28)
+
+
+def test_an_answer_decoded_token_by_token_is_bounded():
+    assert suffix_tokens(HeadSpec(type="fast", horizon=64), 4) == 257
+    assert suffix_tokens(HeadSpec(type="oft", horizon=8), 100) == 0
+    with pytest.raises(BadJob, match=r"head\.horizon: 64 actions of 7 numbers are up to 448 tokens.*at most 36"):
+        suffix_tokens(HeadSpec(type="fast", horizon=64), 7)

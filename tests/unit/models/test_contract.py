@@ -13,6 +13,7 @@ from schemas.job import HeadSpec, LoraSpec
 from schemas.policy import ActionSpec, Normalizer, ObservationSpec, PolicyContract, Statistics
 
 ACTION = ActionSpec(size=2, low=[-1.0, -0.5], high=[1.0, 0.5])
+WIDE = ActionSpec(size=5, low=[-1.0] * 5, high=[1.0] * 5)
 SIGHT = ObservationSpec(cameras={"front": (96, 96, 3)}, state_size=3)
 STATE = Statistics(min=[0.0] * 3, max=[1.0] * 3, mean=[0.5] * 3, std=[0.1] * 3, q01=[0.0] * 3, q99=[1.0] * 3, count=10)
 OTHER = msgspec.structs.replace(STATE, mean=[0.6] * 3)
@@ -77,6 +78,10 @@ def test_an_unknown_head_is_the_jobs_mistake():
         ({"image_filter": "bicubic"}, "contract.image_filter: the policy has 'bicubic', here it is 'none'"),
         ({"lora": LoraSpec(last_layers=99)}, "contract.lora.last_layers: 99, but nexus-nano has 4 layers"),
         ({"head": HeadSpec(type="nope", horizon=4)}, "contract.head.type: 'nope'"),
+        ({"lora": LoraSpec(targets=("qkv",))}, "contract.lora.targets: no layer of the language model of 'nexus-nano'"),
+        ({"head": HeadSpec(horizon=4, options={"width": 8192, "blocks": 16})}, "contract.head.options: the weights"),
+        ({"head": HeadSpec(type="fast", horizon=64), "action": WIDE}, "contract.head.horizon: 64 actions of 5 numbers"),
+        ({"action": msgspec.structs.replace(ACTION, low=[2.0, 0.0])}, "contract.action: the lower bound of dimension 0 is 2"),
     ],
 )
 def test_every_misfit_is_refused_by_name(changes: dict[str, object], says: str):

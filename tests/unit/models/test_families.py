@@ -67,6 +67,16 @@ def test_a_feature_is_the_same_to_the_bit_alone_and_among_others(base: Backbone)
         assert not alone.hidden.is_inference()
 
 
+def test_the_files_name_the_layers_that_an_adapter_may_adapt(base: Backbone):
+    """So that a plan refuses others, without torch."""
+    grafts = getattr(base.family, "grafts", None)
+    known = {name.rpartition(".")[2] for name in grafts.places(LoraSpec(targets=base.info.targets))} if grafts else set()
+    assert set(base.info.targets) == known
+    if grafts is not None:
+        with pytest.raises(BadJob, match=f"there are {', '.join(base.info.targets)}$"):
+            grafts.places(LoraSpec(targets=("none",)))
+
+
 def stock(base: Backbone, prompt: Prompt) -> Mapping[str, torch.Tensor]:
     """What the checkpoint's own processor makes of a prompt, tiles switched off."""
     processor = load_processor(base.info.path)

@@ -1,7 +1,6 @@
 """Slots as a cache: hundreds of versions over a few places, each answer the same to the bit wherever its weights had been."""
 
 import hashlib
-import os
 import threading
 from pathlib import Path
 
@@ -59,6 +58,13 @@ def on_disk(directory: Path) -> int:
     return sum(path.stat().st_size for path in directory.iterdir())
 
 
+def load(slots: PolicySlots, version: PolicyVersion, weights: bytes, adapter: bytes | None = None) -> PolicySlot:
+    """Make a version ready, and keep its bytes."""
+    slot = slots.load(version, weights, adapter)
+    slots.store(version, weights, adapter)
+    return slot
+
+
 def fetched(slots: PolicySlots, version: PolicyVersion, bus: dict[str, bytes]) -> tuple[PolicySlot, str]:
     """What a worker does for a request, and where the slot came from."""
     if (slot := slots.get(version.tenant, version.id)) is not None:
@@ -66,7 +72,7 @@ def fetched(slots: PolicySlots, version: PolicyVersion, bus: dict[str, bytes]) -
     record = slots.known(version.tenant, version.id)
     if record is not None and (slot := slots.page_in(record)) is not None:
         return slot, "paged in"
-    return slots.load(version, bus[version.weights.sha256]), "bus"
+    return load(slots, version, bus[version.weights.sha256]), "bus"
 
 
 def test_three_hundred_tenants_share_eight_places(tmp_path: Path):
@@ -97,7 +103,7 @@ def test_bytes_bound_what_is_ready_and_the_newest_always_is():
     each = slot_bytes(build(*everybody[0], None))
     slots = PolicySlots(build, slot_bytes=2 * each)
     for version, weights in everybody:
-        slots.load(version, weights)
+        load(slots, version, weights)
     assert slots.versions() == [("tenant2", "pick@0"), ("tenant3", "pick@0")]
     assert slots.used == 2 * each
     tiny = PolicySlots(build, slot_bytes=1)
@@ -110,14 +116,14 @@ def test_a_second_load_of_a_version_counts_once():
     version, weights = made(0)
     slots = PolicySlots(build)
     for _ in range(3):
-        slot = slots.load(version, weights)
+        slot = load(slots, version, weights)
     assert slots.used == slot_bytes(slot)
 
 
 def test_a_version_is_served_by_name_and_tenant_alone():
     version, weights = made(0)
     slots = PolicySlots(build)
-    slots.load(version, weights)
+    load(slots, version, weights)
     assert slots.get("tenant1", "pick@0") is None
     assert slots.get("tenant0", "pick@1") is None
     assert slots.known("tenant1", "pick@0") is None
@@ -127,22 +133,22 @@ def test_a_version_is_served_by_name_and_tenant_alone():
 def test_a_damaged_file_is_dropped_and_loaded_again(tmp_path: Path, damage: bytes | None):
     version, weights = made(0)
     slots = PolicySlots(build, Pages(tmp_path), slots=1)
-    good = answer(slots.load(version, weights))
-    slots.load(*made(1))
+    good = answer(load(slots, version, weights))
+    load(slots, *made(1))
     path = tmp_path / version.weights.sha256
     flipped = bytearray(weights)
     flipped[-1] ^= 1
     path.write_bytes(bytes(flipped) if damage is None else damage)
     assert slots.page_in(version) is None, "never an answer from other weights"
     assert not path.exists()
-    assert answer(slots.load(version, weights)) == good
+    assert answer(load(slots, version, weights)) == good
     assert path.read_bytes() == weights
 
 
 def test_another_process_finds_the_files_and_counts_them(tmp_path: Path):
     version, weights = made(0)
-    PolicySlots(build, Pages(tmp_path)).load(version, weights)
-    (tmp_path / ".half-written.1").write_bytes(bytes(100))
+    load(PolicySlots(build, Pages(tmp_path)), version, weights)
+    (tmp_path / f".{version.weights.sha256}.1").write_bytes(bytes(100))  # half written
     pages = Pages(tmp_path)
     assert pages.disk_used == len(weights) + 100
     slots = PolicySlots(build, pages)
@@ -153,23 +159,43 @@ def test_another_process_finds_the_files_and_counts_them(tmp_path: Path):
 def test_a_directory_that_cannot_be_written_costs_speed_alone(tmp_path: Path):
     version, weights = made(0)
     pages = Pages(tmp_path / "pages")
-    os.rename(tmp_path / "pages", tmp_path / "gone")
+    (tmp_path / "pages").rmdir()
+    (tmp_path / "pages").touch()
     slots = PolicySlots(build, pages, slots=1)
-    good = answer(slots.load(version, weights))
-    slots.load(*made(1))
+    good = answer(load(slots, version, weights))
+    load(slots, *made(1))
     assert slots.page_in(version) is None
-    assert answer(slots.load(version, weights)) == good
+    assert answer(load(slots, version, weights)) == good
+
+
+def test_a_worker_starts_where_its_directory_cannot_be_made_and_mends_one_that_was_taken_away(tmp_path: Path):
+    (tmp_path / "file").touch()
+    version, weights = made(0)
+    answer(load(PolicySlots(build, Pages(tmp_path / "file" / "pages")), version, weights))
+    slots = PolicySlots(build, Pages(tmp_path / "pages"))
+    (tmp_path / "pages").rmdir()
+    load(slots, version, weights)
+    assert slots.page_in(version) is not None
+
+
+def test_files_of_others_are_neither_counted_nor_deleted(tmp_path: Path):
+    (tmp_path / "thesis.tex").write_bytes(bytes(10_000))
+    pages = Pages(tmp_path, disk_bytes=100)
+    assert pages.disk_used == 0
+    load(PolicySlots(build, pages), *made(0))
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
 
 def test_retired_versions_leave_nothing_behind(tmp_path: Path):
     pages = Pages(tmp_path, memory_bytes=1 << 20)
     slots = PolicySlots(build, pages)
     version, weights = made(0)
-    slots.load(version, weights)
+    load(slots, version, weights)
     assert pages.memory_used == pages.disk_used == len(weights)
     slots.drop("tenant0", "pick@0")
     slots.drop("tenant0", "pick@0")
     assert slots.get("tenant0", "pick@0") is slots.known("tenant0", "pick@0") is None
+    slots.store(version, weights)  # whose turn came late
     assert (slots.used, pages.memory_used, pages.disk_used, list(tmp_path.iterdir())) == (0, 0, 0, [])
 
 
@@ -179,7 +205,7 @@ def test_host_memory_holds_what_it_may_and_spares_the_disk(tmp_path: Path):
     pages = Pages(tmp_path, memory_bytes=2 * each)
     slots = PolicySlots(build, pages, slots=1)
     for version, weights in everybody:
-        slots.load(version, weights)
+        load(slots, version, weights)
     assert pages.memory_used == 2 * each
     for path in tmp_path.iterdir():
         path.unlink()
@@ -189,9 +215,9 @@ def test_host_memory_holds_what_it_may_and_spares_the_disk(tmp_path: Path):
 def test_a_version_that_came_out_of_use_still_answers_whoever_holds_it():
     slots = PolicySlots(build, slots=1)
     version, weights = made(0)
-    held = slots.load(version, weights)
+    held = load(slots, version, weights)
     before = answer(held)
-    slots.load(*made(1))
+    load(slots, *made(1))
     assert slots.get("tenant0", "pick@0") is None
     assert answer(held) == before
 
@@ -212,7 +238,7 @@ def test_loading_and_acting_threads_do_not_disturb_each_other(tmp_path: Path):
 
     acting = threading.Thread(target=act)
     acting.start()
-    loading = [threading.Thread(target=lambda: [slots.load(*one) for one in everybody * 4]) for _ in range(2)]
+    loading = [threading.Thread(target=lambda: [load(slots, *one) for one in everybody * 4]) for _ in range(2)]
     for thread in loading:
         thread.start()
     for thread in loading:
@@ -235,7 +261,7 @@ def test_an_adapter_counts_and_is_paged_like_the_head(tmp_path: Path):
         return PolicySlot.load(version.id, CONTRACT, module, torch.nn.Linear(3, 5))  # type: ignore[arg-type]
 
     slots = PolicySlots(build_both, Pages(tmp_path), slots=1)
-    slot = slots.load(version, weights, adapter)
+    slot = load(slots, version, weights, adapter)
     assert slot_bytes(slot) == 4 * (sum(p.numel() for p in slot.module.parameters()) + 20)
     assert slots.page_in(version) is not None
     assert seen == [adapter, adapter]

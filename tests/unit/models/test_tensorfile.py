@@ -58,7 +58,11 @@ def test_a_number_that_is_not_finite_is_found(dtype: torch.dtype, bad: float):
         (file({"a": {"dtype": "F32", "shape": "wide", "data_offsets": [0, 4]}}), "not a safetensors file"),
         (file({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}, bytes(4)), "take .* bytes, the file has"),
         (file({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}, bytes(4)), r"'a' is F32\[2\], 8 bytes"),
-        (file({"a": {"dtype": "F32", "shape": [-1], "data_offsets": [0, -4]}}), r"'a' is F32\[-1\]"),
+        (file({"a": {"dtype": "F32", "shape": [-1], "data_offsets": [0, -4]}}), "not a safetensors file: Expected `int` >= 0"),
+        (file({"a": {"dtype": "F32", "shape": [1 << 62] * 60_000 + [0], "data_offsets": [0, 0]}}), "of length <= 8"),
+        (file({"a": {"dtype": "F32", "shape": [0, 1 << 62], "data_offsets": [0, 0]}}), "Expected `int` <="),
+        (file({"__metadata__": {"a": [1]}, "a": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}}, bytes(1)), "`str`"),
+        (file({f"t{i}": {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]} for i in range(20_000)}), "20000 tensors"),
         (file({"a": {"dtype": "F4", "shape": [1], "data_offsets": [0, 4]}}, bytes(4)), "'a' is F4; there are"),
         (file({n: {"dtype": "U8", "shape": [2], "data_offsets": [0, 2]} for n in "ab"}, bytes(2)), "'b' is U8"),
         (file({"a": {"dtype": "U8", "shape": [1], "data_offsets": [1, 2]}}, bytes(2)), "'a' is U8"),
@@ -87,6 +91,7 @@ def test_an_adapter_of_the_contract_passes():
         ({"head.weight": np.ones((2, 2), np.float32)}, "'head.weight' is .*expected base_model.model"),
         ({LAYER.format(0, "q_proj") + ".lora_A.weight": np.ones((2, 8), np.float32)}, "lora_B None"),
         ({LAYER.format(0, "q_proj") + ".lora_A.weight": np.ones(8, np.float32)}, "expected base_model.model"),
+        ({LAYER.format(0, "q_proj") + ".lora_A.weight": np.ones((2, 8), np.int8)}, "is I8; an adapter holds floating-point"),
     ],
 )
 def test_an_adapter_of_another_contract_is_refused(change: dict[str, np.ndarray], says: str):

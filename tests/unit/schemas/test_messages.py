@@ -12,6 +12,7 @@ from ops.schemas.generate import families, family_schema, structs
 from schemas.base import Document, Message
 from schemas.environment import SessionCall
 from schemas.events import Event
+from schemas.inference import InferenceRequest
 from schemas.job import JobSpec, Sft
 from schemas.policy import PolicyVersion
 
@@ -104,3 +105,9 @@ def test_a_newer_writer_is_understood_but_a_typing_error_in_a_document_is_not() 
 def test_a_wrong_value_is_refused_by_the_name_of_its_field(text: str, kind: type, names: str) -> None:
     with pytest.raises(msgspec.ValidationError, match=names):
         msgspec.json.decode(text.encode(), type=kind)
+
+
+def test_a_request_is_told_by_a_short_id():
+    """It becomes part of headers, which have room for 64 KB together."""
+    with pytest.raises(msgspec.ValidationError, match=r"length <= 200 - at `\$\.id`"):
+        msgspec.convert({"id": "i" * 100_000}, InferenceRequest)
