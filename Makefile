@@ -6,7 +6,7 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 # One thread and one order of summation: what tests compare to the bit must not depend on the machine's size.
 TESTS := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE MKL_CBWR=AUTO,STRICT $(BIN)/python -m pytest
 
-.PHONY: help demo test test-slow check format schemas bench bench-models install dev clean distclean
+.PHONY: help demo test test-slow check format schemas bench bench-models bench-fairness install dev clean distclean
 
 help:  ## What there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | awk -F '\t' '{ printf "  make %-12s %s\n", $$1, $$2 }'
@@ -39,6 +39,9 @@ bench: install  ## Measure the line
 
 bench-models: install  ## Measure what sharing one backbone is worth, about five minutes; runs/bench/ has the results
 	@$(BIN)/python -m ops.bench.models $(ARGS)
+
+bench-fairness: install  ## Measure what a flood costs another tenant, about two minutes; runs/bench/ has the results
+	@$(BIN)/python -m ops.bench.fairness $(ARGS)
 
 install:  ## Make .venv with what running needs
 	@ops/setup.sh all

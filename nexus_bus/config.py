@@ -2,10 +2,10 @@
 
 Before the line: `worker.run` loads them before anything heavy is imported. Precedence: flags, environment, TOML file, default.
 In the environment NEXUS_<FIELD> is for every role that has the field, NEXUS_<ROLE>_<FIELD> for one. The file (`--config`, or
-NEXUS_CONFIG) has a table `[all]` for every role that has the field, and one per role. `nexus config ROLE` prints the result.
+NEXUS_CONFIG) has a table `[all]` for every role that has the field, one per role, and `[prices]` (see pricing.py). `nexus
+config ROLE` prints the result.
 """
 
-import difflib
 import os
 import tomllib
 from collections.abc import Iterator, Mapping
@@ -17,11 +17,14 @@ import msgspec
 from msgspec import Meta, field
 
 from nexus_bus.errors import Refused
+from nexus_bus.nearest import nearest
+from nexus_bus.pricing import FIELDS as PRICES
 
 MB = 1 << 20
 
 HOME = "NEXUS_HOME"
 FILE = "NEXUS_CONFIG"
+FALLBACK = "nats://127.0.0.1:4222"  # where NATS is known to listen
 
 Whole = Annotated[int, Meta(ge=1)]
 Time = Annotated[float, Meta(gt=0)]
@@ -37,7 +40,7 @@ def home() -> Path:
 def default_url() -> str:
     """The server that `nexus up` started in this home, else the port that NATS is known for."""
     kept = home() / "url"
-    return kept.read_text().strip() if kept.is_file() else "nats://127.0.0.1:4222"
+    return kept.read_text().strip() if kept.is_file() else FALLBACK
 
 
 class Common(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -51,6 +54,11 @@ class Common(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 class MasterConfig(Common, frozen=True, kw_only=True):
     """Master."""
+
+    base: str = "nexus-nano"  # what inference and trainer workers hold: a job that asks for another is refused
+
+    max_jobs: Whole = 64  # of one tenant, running at once; those beyond wait in line
+    max_queued: Whole = 2000  # of one tenant, waiting; those beyond are refused
 
 
 class EnvironmentConfig(Common, frozen=True, kw_only=True):
@@ -89,6 +97,7 @@ class InferenceConfig(ModelConfig, frozen=True, kw_only=True):
 
     batch: Whole = 32  # B: samples per group at most; the knee of the measured batch curve where that is less
     wait_ms: Annotated[float, Meta(ge=0)] = 20.0  # T: nobody waits longer for a group to fill; less where waiting does not pay
+    tenant_inflight: Whole = 128  # requests of one tenant taken from the queue and not yet run; the queue keeps the others
     slots: Whole = 64  # policy versions ready to act …
     slot_bytes: Bytes = 1024 * MB  # … and their size, on the device; the others are paged out
     slot_host_bytes: Bytes = 1024 * MB  # with a GPU: weights kept in host memory
@@ -151,7 +160,7 @@ def load(role: str, *, flags: Mapping[str, Any] | None = None, file: Path | None
         Refused: an unknown role or key (with the nearest that exists), or a value that does not fit, with its source.
     """
     if role not in ROLES:
-        raise Refused(f"role {role!r} does not exist{_nearest(role, ROLES)}")
+        raise Refused(f"role {role!r} does not exist{nearest(role, ROLES)}")
     kinds = {f.name: f.type for f in msgspec.structs.fields(ROLES[role])}
     values: dict[str, Any] = {}
     sources = dict.fromkeys(kinds, "default")
@@ -162,7 +171,7 @@ def load(role: str, *, flags: Mapping[str, Any] | None = None, file: Path | None
         *(("flag", key, value) for key, value in given.items()),
     ):
         if key not in kinds:
-            raise Refused(f"{source}: {role} has no setting {key!r}{_nearest(key, kinds)}")
+            raise Refused(f"{source}: {role} has no setting {key!r}{nearest(key, kinds)}")
         values[key], sources[key] = _fit(source, key, value, kinds[key]), source
     return Loaded(ROLES[role](**values), sources)
 
@@ -184,15 +193,15 @@ def _file(role: str, path: Path | None, kinds: Mapping[str, Any]) -> Iterator[tu
         document = tomllib.loads(path.read_text())
     except (OSError, tomllib.TOMLDecodeError) as error:
         raise Refused(f"settings file {path}: {error}") from error
-    tables = {"all": {f.name for kind in ROLES.values() for f in msgspec.structs.fields(kind)}} | {
+    tables = {"all": {f.name for kind in ROLES.values() for f in msgspec.structs.fields(kind)}, "prices": set(PRICES)} | {
         name: {f.name for f in msgspec.structs.fields(kind)} for name, kind in ROLES.items()
     }
     for table, content in document.items():  # all of it, whoever reads: a typing error is found by the first worker that starts
         if table not in tables or not isinstance(content, dict):
-            raise Refused(f"settings file {path}: no table [{table}]{_nearest(table, tables)}")
+            raise Refused(f"settings file {path}: no table [{table}]{nearest(table, tables)}")
         for key in content:
             if key not in tables[table]:
-                raise Refused(f"settings file {path}: [{table}] has no setting {key!r}{_nearest(key, tables[table])}")
+                raise Refused(f"settings file {path}: [{table}] has no setting {key!r}{nearest(key, tables[table])}")
     for table in ("all", role):
         yield from ((f"{path} [{table}]", key, value) for key, value in document.get(table, {}).items() if key in kinds)
 
@@ -205,8 +214,3 @@ def _environment(role: str, kinds: Mapping[str, Any]) -> Iterator[tuple[str, str
     for variable in sorted(os.environ):
         if variable.startswith(prefix):
             yield variable, variable.removeprefix(prefix).lower(), os.environ[variable]
-
-
-def _nearest(word: str, known: Mapping[str, Any] | set[str]) -> str:
-    near = difflib.get_close_matches(word, known, n=1)
-    return f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(sorted(known))}"

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 from msgspec.inspect import LiteralType, StructType, Type, UnionType, type_info
 
-from nexus_bus.errors import BadJob
+from nexus_bus.errors import BadJob, NexusError
 from schemas.job import JobSpec
 
 MAX_BYTES = 1 << 20
@@ -46,6 +46,12 @@ def job_spec(document: Mapping[str, Any] | Path) -> JobSpec:
         field, what = _explain(str(error))
         where = f"{document}{_line(text, field)}: " if isinstance(document, Path) else ""
         raise BadJob(f"{where}{field}: {what}" if field else f"{where}{what}") from error
+
+
+def located(path: Path, error: NexusError) -> NexusError:
+    """A refusal of what a file asks for, with the line that asks; its text begins with the field."""
+    field = str(error).partition(": ")[0]
+    return type(error)(f"{path}{_line(_text(path), field)}: {error}") if field.replace(".", "").isidentifier() else error
 
 
 def _text(path: Path) -> str:

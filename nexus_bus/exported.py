@@ -100,7 +100,9 @@ def _readme(version: PolicyVersion) -> str:
         "",
         '- Back into a service: `nexus import DIR --name NAME`, then `init = "NAME@0"` in a job document.',
         f"- `{HEAD}`: weights of the head; `{CONTRACT}`: prompt, cameras, normalisation and everything else that must fit.",
-        "- In Python: `safetensors.torch.load_file`, then `nexus_bus.models.checkpoint.load_policy`.",
+        f'- In Python: `safetensors.torch.load_file("{HEAD}")`, and the module to load it into by',
+        f"  `nexus_bus.models.heads.build_head(contract.head, FeatureShape(H, N), {contract.observation.state_size},"
+        f" {contract.action.size}, seed=0)`, H and N being width and layers of the backbone.",
     ]
     if version.adapter is not None:
         lines.append(

@@ -10,7 +10,7 @@ import msgspec
 
 from nexus_bus.envs.catalog import EnvDescription, describe
 from nexus_bus.errors import BadJob
-from nexus_bus.models.bases import BackboneInfo, check_backbone, check_targets, describe_backbone
+from nexus_bus.models.bases import SHIPPED, BackboneInfo, check_backbone, check_targets, describe_backbone, require_weights
 from nexus_bus.models.catalog import HEADS, check_head, check_size, head_entry, head_layers, suffix_tokens
 from schemas.base import PUBLIC
 from schemas.job import EvaluationSpec, HeadSpec, JobSpec, LoraSpec, Ppo, Sft
@@ -38,19 +38,26 @@ class _Parts:
     observation: ObservationSpec
 
 
-def compile_plan(spec: JobSpec, tenant: str, init: PolicyVersion | JobSpec | None = None) -> Plan:
+def compile_plan(spec: JobSpec, tenant: str, init: PolicyVersion | JobSpec | None = None, resident: str | None = None) -> Plan:
     """Check a job and decide how it runs.
 
     Args:
         init: what `spec.init` names: a version that exists, or the spec of the job that will make it; None when offline.
+        resident: the base that the service holds; None when offline.
 
     Raises:
         BadJob, NotFound: the job asks for something that does not exist or does not fit; the text begins with the field.
     """
     _check_kind(spec)
     _check_limits(spec)
+    spec = msgspec.structs.replace(spec, base=spec.base or resident or next(iter(SHIPPED)))
     backbone = describe_backbone(spec.base)
+    require_weights(backbone)
+    if resident is not None and backbone.fingerprint != describe_backbone(resident).fingerprint:
+        raise BadJob(f"base: the job asks for {spec.base!r}, this service holds {resident!r}; leave `base` out to take that")
     _check_base(spec, backbone, init)
+    if spec.kind != "eval" and spec.tier not in backbone.tiers:
+        raise BadJob(f"tier: {spec.tier!r} is not for {backbone.name!r}, which serves {', '.join(backbone.tiers)}")
     head, lora = _head(spec, init), _lora(spec, backbone, init)
     environment = describe(spec.environment) if spec.environment is not None else None
     _check_environment(spec, environment, head, backbone)
@@ -112,8 +119,8 @@ def _check_kind(spec: JobSpec) -> None:
 
 
 def _check_limits(spec: JobSpec) -> None:
-    if spec.budget.device_s is not None:
-        raise BadJob("budget.device_s: not served yet; use budget.wall_s")
+    if spec.budget.device_s is not None and spec.budget.device_s <= 0:
+        raise BadJob(f"budget.device_s: {spec.budget.device_s:g} s leave no time to run")
     if spec.budget.wall_s is not None and spec.budget.wall_s < 1:
         raise BadJob(f"budget.wall_s: {spec.budget.wall_s:g} s leave no time to run")
     for field, asked in (
@@ -150,7 +157,7 @@ def _ahead(spec: JobSpec) -> int:
 
 
 def _check_base(spec: JobSpec, backbone: BackboneInfo, init: PolicyVersion | JobSpec | None) -> None:
-    if isinstance(init, JobSpec) and init.base != spec.base:
+    if isinstance(init, JobSpec) and init.base not in ("", spec.base):
         raise BadJob(f"base: {spec.init} is trained on {init.base!r}, this job asks for {spec.base!r}")
     if isinstance(init, PolicyVersion) and init.contract.backbone_fingerprint != backbone.fingerprint:
         raise BadJob(f"base: {spec.init} was trained on {init.contract.backbone!r}, not on what {spec.base!r} is now")

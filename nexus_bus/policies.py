@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 import msgspec
 
 from nexus_bus import registry
+from nexus_bus.audit import audit
 from nexus_bus.bus import Bus, Entry
 from nexus_bus.clock import now
 from nexus_bus.errors import BadJob, BadMessage, Conflict, NotFound, Refused
@@ -164,6 +165,7 @@ class Policies:
                 return
             if self.dying is not None:
                 self.dying.add(with_weights[n])
+            await audit(self.bus, tenant, "policy.retired", job, "ok", gone.id, key=str(n))
             await self.context.event(
                 "policy.retired", tenant, job=job, key=f"retired/{n}", data={"version": n},
                 message=f"{gone.id}: the job keeps its newest {spec.keep} versions; `nexus policies pin` keeps one for good",

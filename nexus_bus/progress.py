@@ -69,6 +69,8 @@ def advance(state: JobState, report: JobReport) -> Happening:
     """Take one report into account. A repeated or late report changes nothing."""
     if state.phase in TERMINAL:
         return Happening(state)
+    if state.paused is not None:
+        return _meanwhile(state, state.paused, report)
     if report.kind == "episode" and report.episode is not None:
         return _episode(state, report.episode)
     if report.kind == "prepared" and state.phase == "data":
@@ -76,6 +78,7 @@ def advance(state: JobState, report: JobReport) -> Happening:
             msgspec.structs.replace(
                 state,
                 frames=report.frames,
+                dataset_bytes=report.stored_bytes,
                 state_statistics=report.state_statistics,
                 action_statistics=report.action_statistics,
             )
@@ -83,6 +86,42 @@ def advance(state: JobState, report: JobReport) -> Happening:
     if report.kind in ("learned", "trained"):
         return _learned(state, report)
     return Happening(state)
+
+
+def pause(state: JobState, reason: str, at: float, device_s: float) -> JobState:
+    """Let a job rest; `at` is now, in unix seconds, and `device_s` what it has used of its budget."""
+    return msgspec.structs.replace(
+        state, phase="paused", paused=state.phase, paused_at=at, reason=reason, device_s=device_s, queued=0, estimate_s=0.0
+    )
+
+
+def resume(state: JobState, at: float, added_device_s: float) -> Happening:
+    """Go on with a paused job: what its pause took back is handed out anew, and what should have followed meanwhile."""
+    phase = state.paused or state.phase
+    deadline = state.deadline + at - state.paused_at if state.deadline is not None else None
+    added = state.added_device_s + added_device_s
+    state = msgspec.structs.replace(
+        state, phase=phase, paused=None, reason="", resumed=state.resumed + 1, deadline=deadline, added_device_s=added
+    )
+    happening = Happening(state)
+    if phase in ("evaluating_before", "evaluating_after"):
+        happening.orders.extend(_evaluation_orders(state, phase))
+    elif phase == "training":
+        if isinstance(algorithm := state.plan.spec.algorithm, Ppo):
+            for batch in range(state.done, state.issued):
+                happening.orders.extend(_episodes(state, algorithm, batch))
+        _pace(happening)
+    return happening
+
+
+def _meanwhile(state: JobState, phase: Phase, report: JobReport) -> Happening:
+    """What was under way when a job was paused still counts; what follows from it is handed out on resuming."""
+    happening = advance(msgspec.structs.replace(state, phase=phase, paused=None), report)
+    after = happening.state
+    if after.phase in TERMINAL:
+        return Happening(msgspec.structs.replace(after, reason=""), score=happening.score)
+    issued = state.issued if after.phase == phase else 0
+    return Happening(msgspec.structs.replace(after, phase="paused", paused=after.phase, issued=issued), score=happening.score)
 
 
 def _prepare(state: JobState) -> tuple[str, str, PrepareOrder]:
@@ -119,7 +158,8 @@ def _rollout(state: JobState, purpose: str, batch: int, index: int, version: str
         success=protocol.success if protocol else "any_step",
         latency_ms=plan.latency_ms,
     )
-    return "rollout.run", f"{plan.tenant}/{spec.name}/{purpose}/{batch}/{index}", order
+    again = f"/{state.resumed}" if state.resumed else ""  # the queue remembers the ids of what was taken back
+    return "rollout.run", f"{plan.tenant}/{spec.name}/{purpose}/{batch}/{index}{again}", order
 
 
 def _environment(plan: Plan) -> EnvironmentSpec:
@@ -131,13 +171,19 @@ def _environment(plan: Plan) -> EnvironmentSpec:
 def _evaluation_orders(state: JobState, phase: Phase) -> Iterator[Any]:
     protocol = state.plan.spec.evaluation or EvaluationSpec()
     purpose = "before" if phase == "evaluating_before" else "after"
-    for index in range(protocol.episodes):
+    for index in sorted(set(range(protocol.episodes)) - set(state.finished_episodes)):
         yield _rollout(state, purpose, 0, index, evaluated_version(state), protocol)
 
 
 def evaluated_version(state: JobState) -> str:
     """The version an evaluation phase is pinned to: the given one of an `eval` job, else this job's newest."""
     return state.init if state.plan.spec.kind == "eval" else f"{state.plan.spec.name}@{max(state.version, 0)}"
+
+
+def _episodes(state: JobState, algorithm: Ppo, batch: int) -> Iterator[Any]:
+    version = f"{state.plan.spec.name}@{max(0, batch - algorithm.staleness)}"
+    for index in range(algorithm.episodes_per_update):
+        yield _rollout(state, "train", batch, index, version, None)
 
 
 def _pace(happening: Happening) -> None:
@@ -148,9 +194,7 @@ def _pace(happening: Happening) -> None:
     if isinstance(algorithm, Ppo):
         # Batch k is played by version max(0, k - staleness): it may start once that version is out.
         while issued < plan.batches and issued <= state.done + algorithm.staleness:
-            version = f"{plan.spec.name}@{max(0, issued - algorithm.staleness)}"
-            for index in range(algorithm.episodes_per_update):
-                happening.orders.append(_rollout(state, "train", issued, index, version, None))
+            happening.orders.extend(_episodes(state, algorithm, issued))
             issued += 1
     elif isinstance(algorithm, Sft):
         while issued < min(plan.batches, state.done + FEED_AHEAD):

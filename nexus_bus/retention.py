@@ -31,7 +31,7 @@ def in_use(jobs: Iterable[JobState]) -> set[str]:
         if state.phase not in TERMINAL:
             found |= {ref for ref in (state.init, spec.init) if ref and not ref.endswith("@latest")}
             behind = spec.algorithm.staleness if isinstance(spec.algorithm, Ppo) else 0
-            oldest = min(state.done, state.version) - behind if state.phase == "training" else state.version
+            oldest = min(state.done, state.version) - behind if "training" in (state.phase, state.paused) else state.version
             found |= {f"{spec.name}@{n}" for n in range(max(0, oldest), state.version + 1)}
         elif spec.kind == "eval" and state.scores and state.init:
             found.add(state.init)

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
+from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -18,7 +19,7 @@ import msgspec
 from nexus_bus import registry, telemetry
 from nexus_bus.bus import Bus, Delivery
 from nexus_bus.clock import derive_seed, now
-from nexus_bus.errors import Conflict, NotFound, Unavailable
+from nexus_bus.errors import Conflict, NexusError, NotFound, Unavailable
 from schemas.control import JobReport, Lease
 from schemas.job import Ppo
 from schemas.plan import JobState
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 
 SAFETENSORS = "application/x-safetensors"
+CLOCKS = timedelta(hours=2)  # apart at most, of two machines
 
 
 class Leases:
@@ -46,7 +48,7 @@ class Leases:
         """Take a free, expired or own lease; None if somebody else holds it."""
         key = registry.slot_key(tenant, job)
         entry = await self.kv.get(key, Lease)
-        if entry is not None and entry.value.holder not in ("", self.holder) and entry.value.expires > time.time():
+        if entry is not None and entry.value.holder != self.holder and entry.value.expires > time.time():
             return None
         epoch = entry.value.epoch + 1 if entry is not None else 1
         lease = Lease(tenant=tenant, job=job, holder=self.holder, epoch=epoch, expires=time.time() + self.seconds)
@@ -75,7 +77,7 @@ class Leases:
         held = self.revisions.pop((tenant, job), None)
         if held is None:
             return
-        free = msgspec.structs.replace(held[1], holder="", expires=0.0)
+        free = msgspec.structs.replace(held[1], expires=0.0)
         with contextlib.suppress(Conflict):  # somebody has it already, which is what dropping is for
             await self.kv.update(registry.slot_key(tenant, job), free, held[0])
 
@@ -147,7 +149,8 @@ class Seat:
             seat.trained, seat.revision = entry.value, entry.revision
             seat.learned = seat.committed = entry.value.batches
             seat.version = entry.value.version
-            await seat._report()  # the one before may have died between its commit and its report
+            await seat._account(again=True)  # the one before may have died between its commit and its usage or its report
+            await seat._report()
         else:
             await seat.commit()
         return seat
@@ -262,9 +265,15 @@ class Seat:
                 group_sum=(before.group_sum if before else 0.0) + self.group_sum,
                 groups=(before.groups if before else 0) + self.groups,
                 metrics=self.metrics,
+                used=self.used,
             )
             key = registry.state_key(self.tenant, self.job)
-            self.revision = await (kv.create(key, trained) if before is None else kv.update(key, trained, self.revision))
+            used, self.used = self.used, None  # whoever releases the seat meanwhile accounts for what is here
+            try:
+                self.revision = await (kv.create(key, trained) if before is None else kv.update(key, trained, self.revision))
+            except NexusError:
+                self.used = used
+                raise
         self.trained, self.version, self.committed = trained, version, self.learned
         await self._account()
         await self._report()
@@ -309,7 +318,7 @@ class Seat:
             records=(self.trained.records if self.trained else 0) + len(self.uncommitted),
             seed=self.state.plan.spec.seed,
             metrics=self.metrics,
-            trace=telemetry.current_traceparent(),
+            trace=self._trace() or telemetry.current_traceparent(),
         )
         key = registry.policy_key(self.tenant, self.job, n)
         start = time.time_ns()
@@ -334,13 +343,22 @@ class Seat:
             data={"version": n, "step": self.slot.step, **{k: float(v) for k, v in self.metrics.items()}},
         )  # fmt: skip
 
-    async def _account(self) -> None:
-        if self.used is None:
+    def _trace(self) -> str:
+        """Of the last record that made the version: its trace reaches from the environment's step to the publication."""
+        return self.current[-1].headers.get("traceparent", "") if self.current else ""
+
+    async def _account(self, *, again: bool = False) -> None:
+        """Publish what the last commit owes. `again`: unless it is there, since the stream remembers ids for minutes alone."""
+        used = self.trained.used if self.trained is not None else None
+        if used is None:
             return
-        used, self.used = self.used, None
-        await self.context.bus.publish(
-            "usage", used, msg_id=f"{self.tenant}/{self.job}/training/{self.learned}", tenant=self.tenant, job=self.job
-        )
+        bus, msg_id = self.context.bus, f"{self.tenant}/{self.job}/training/{self.committed}"
+        if again:
+            since = datetime.fromisoformat(used.time) - CLOCKS
+            async for item in bus.tail("usage", since=since, follow=False, tenant=self.tenant, job=self.job):
+                if item.headers.get("Nats-Msg-Id") == msg_id:
+                    return
+        await bus.publish("usage", used, msg_id=msg_id, tenant=self.tenant, job=self.job)
 
     async def _report(self) -> None:
         finished = self.learned >= self.state.plan.batches

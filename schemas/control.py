@@ -20,6 +20,7 @@ class JobReport(Message, frozen=True, kw_only=True):
     kind: Literal["episode", "prepared", "learned", "trained", "failed"]
     episode: EpisodeResult | None = None
     frames: Count = 0  # prepared
+    stored_bytes: Count = 0  # prepared: of the dataset, if it was recorded for this job
     state_statistics: Statistics | None = None  # prepared
     action_statistics: Statistics | None = None  # prepared
     batches: Count = 0  # learned, trained: batches or updates learned and committed so far

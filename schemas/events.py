@@ -8,7 +8,10 @@ from schemas.evaluation import Score
 EventType = Literal[
     "job.accepted",
     "job.refused",
+    "job.queued",
     "job.phase",
+    "job.paused",
+    "job.resumed",
     "job.progress",
     "job.completed",
     "job.failed",

@@ -95,8 +95,8 @@ class Ppo(Document, frozen=True, kw_only=True, tag="ppo", tag_field="name"):
 class Budget(Document, frozen=True, kw_only=True):
     """Where a job stops, whatever its algorithm still wants."""
 
-    wall_s: Seconds | None = None
-    device_s: Seconds | None = None
+    wall_s: Seconds | None = None  # then it fails
+    device_s: Seconds | None = None  # of training and inference together; then it pauses, and `nexus resume` goes on
 
 
 class RetentionSpec(Document, frozen=True, kw_only=True):
@@ -121,7 +121,7 @@ class JobSpec(Document, frozen=True, kw_only=True):
 
     kind: Literal["sft", "rl", "eval"]
     name: Name  # unique within the tenant; versions are called <name>@<n>
-    base: str = "nexus-nano"  # the shipped backbone, a directory, or a hub id
+    base: str = ""  # a shipped backbone, a directory, or a hub id; unset: the one that the service holds
     head: HeadSpec | None = None  # unset with `init`: the head of that policy
     tier: Literal["frozen", "lora"] = "frozen"
     lora: LoraSpec | None = None  # of tier `lora`; unset: its defaults, or with `init` the adapter of that policy
@@ -140,3 +140,17 @@ class JobCancel(Message, frozen=True, kw_only=True):
 
     job: Name
     reason: str = ""
+
+
+class JobPause(Message, frozen=True, kw_only=True):
+    """Let a job rest: its slot is released after the batch at work, and it goes on where it stopped. Tenant → master."""
+
+    job: Name
+    reason: Annotated[str, Meta(max_length=1000)] = ""
+
+
+class JobResume(Message, frozen=True, kw_only=True):
+    """Go on with a paused job. Tenant → master."""
+
+    job: Name
+    add_device_s: Annotated[float, Meta(ge=0, le=1e12)] = 0.0  # more device-seconds than its budget had

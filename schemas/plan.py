@@ -9,7 +9,16 @@ from schemas.job import JobSpec
 from schemas.policy import ActionSpec, ObservationSpec, Statistics
 
 Phase = Literal[
-    "waiting", "data", "preparing", "evaluating_before", "training", "evaluating_after", "completed", "failed", "cancelled"
+    "waiting",
+    "data",
+    "preparing",
+    "evaluating_before",
+    "training",
+    "evaluating_after",
+    "paused",
+    "completed",
+    "failed",
+    "cancelled",
 ]
 TERMINAL: frozenset[str] = frozenset({"completed", "failed", "cancelled"})
 
@@ -45,6 +54,7 @@ class JobState(Message, frozen=True, kw_only=True):
     reason: str = ""
     dataset: str = ""  # directory the data comes from, once recorded or checked
     frames: Count = 0
+    dataset_bytes: Count = 0  # of one recorded for this job
     state_statistics: Statistics | None = None  # of the dataset
     action_statistics: Statistics | None = None
     issued: Count = 0  # work units handed out in this phase: batches, updates or episodes
@@ -58,4 +68,12 @@ class JobState(Message, frozen=True, kw_only=True):
     summed_length: Count = 0
     metrics: dict[str, float] = {}
     deadline: Seconds | None = None  # unix time at which the wall budget ends
+    paused: Phase | None = None  # where a paused job goes on
+    paused_at: Seconds = 0.0  # unix time; the wall budget stands still meanwhile
+    resumed: Count = 0  # times: orders handed out anew need ids of their own
+    resumed_by: str = ""  # message id of the last order to go on, so that a repeated one is recognised
+    device_s: Seconds = 0.0  # used of the device budget when it was paused
+    added_device_s: Seconds = 0.0  # to the budget, by those who resumed it
+    queued: Count = 0  # place among the tenant's jobs that wait for room, when it came; 0: it does not wait for that
+    estimate_s: Seconds = 0.0  # how long it may wait there
     closed: bool = False  # consumers and queued work are gone, and the ending was announced

@@ -6,6 +6,7 @@ from msgspec import Meta
 
 from schemas.base import BlobRef, Count, Message, Name, PolicyId, Positive, Seed, Sha256
 from schemas.job import HeadSpec, LoraSpec
+from schemas.usage import Usage
 
 MAX_ANCESTORS = 1000  # that an import brings along: a registry entry stays small
 
@@ -150,3 +151,4 @@ class TrainingState(Message, frozen=True, kw_only=True):
     group_sum: float = 0.0  # tenants in the group, summed over the grouped steps this job took part in
     groups: Count = 0
     metrics: dict[str, float] = {}  # of the last step
+    used: Usage | None = None  # what this commit owes: published after it, and by whoever resumes if that was cut off

@@ -1,22 +1,30 @@
-"""Who used what. Inference, trainer, environment → USAGE; and who did what: master → AUDIT."""
+"""Who used what. Inference, trainer, environment, master → USAGE; and who did what: master → AUDIT."""
 
 from typing import Literal
 
-from schemas.base import Count, Message, Name
+from schemas.base import Count, Message, Name, Seconds
+
+UsageKind = Literal["inference", "training", "environment", "storage"]
 
 
 class Usage(Message, frozen=True, kw_only=True):
-    """Resources one job used on one worker since its last record. The message id makes a repeated record harmless."""
+    """Resources one job used on one worker since its last record. The message id makes a repeated record harmless.
+
+    What nobody's job asked for is the tenant `provider`'s, by what it was: `idle`, `loading`, `canary`, `repeated`.
+    """
 
     tenant: Name
     job: Name
     worker: Name
-    kind: Literal["inference", "training", "environment"]
-    device_s: float = 0.0
+    kind: UsageKind
+    device_s: float = 0.0  # of the compute thread of an inference worker or a trainer
     requests: Count = 0
     group_sum: Count = 0  # group sizes summed; mean group size = group_sum / (requests + records)
     records: Count = 0
     steps: Count = 0  # environment or gradient steps
+    session_s: Seconds = 0.0  # environment sessions held
+    simulator_s: Seconds = 0.0  # … and of them, seconds that the simulator computed
+    stored_bytes: Count = 0  # storage: what the job keeps from `time` on, until its next such record
     time: str
 
 
@@ -24,8 +32,8 @@ class Audit(Message, frozen=True, kw_only=True):
     """One decision on behalf of a tenant."""
 
     tenant: Name
-    action: str
-    job: str = ""
-    outcome: str = ""
-    detail: str = ""
+    action: str  # submit, cancel, pause, resume, budget, policy.imported, policy.pinned, policy.retired, completed …
+    job: str = ""  # "_" where the message named none
+    outcome: str = ""  # accepted, ok, queued or refused
+    detail: str = ""  # why, in one sentence
     time: str

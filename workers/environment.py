@@ -21,13 +21,13 @@ import numpy as np
 
 from nexus_bus import registry, worker
 from nexus_bus.bus import Bus, Delivery, Done, Durable, Incoming, Outcome, Service, die_with_parent
-from nexus_bus.clock import now
 from nexus_bus.data.reader import Dataset
 from nexus_bus.data.sampler import batch_indices
 from nexus_bus.envs.catalog import describe
 from nexus_bus.envs.host import SimulatorHost
 from nexus_bus.errors import ContractError, EnvironmentFault, NexusError, NotFound, Refused, Unavailable
 from nexus_bus.tensors import encode_image, to_tensor
+from nexus_bus.usage import Tally
 from nexus_bus.worker import Context
 from schemas.base import PUBLIC, Image
 from schemas.control import JobReport, Role
@@ -43,7 +43,6 @@ from schemas.environment import (
 from schemas.job import EnvironmentSpec
 from schemas.plan import TERMINAL, JobState
 from schemas.training import TrainingBatch, TrainingSample
-from schemas.usage import Usage
 
 ROLE: Role = "environment"
 
@@ -53,7 +52,6 @@ DURABLE = Durable(
 ENCODED_FRAMES = 20_000  # pictures kept encoded for later epochs: about 8 KB each
 IDLE_SESSIONS = 32  # simulators of one kind kept warm for a tenant
 SWEEP_S = 1.0
-USAGE_S = 2.0
 
 
 @dataclass
@@ -68,6 +66,7 @@ class Held:
     service: Service
     lease_s: float
     expires: float
+    accounted: float  # monotonic time up to which its lease is
     busy: bool = False
 
 
@@ -84,7 +83,7 @@ class Environment:
         self.held: dict[str, Held] = {}
         self.datasets: dict[Path, Dataset] = {}
         self.encoded: OrderedDict[tuple[Path, int, str], dict[str, Image]] = OrderedDict()
-        self.usage: dict[tuple[str, str], list[float]] = {}  # (tenant, job) → [device_s, steps] not yet published
+        self.used = Tally(context.bus, context.name, "environment")
 
     # Sessions
 
@@ -99,8 +98,9 @@ class Environment:
         host, sid = await self._simulator(tenant, request.environment)
         service = await self.bus.serve("env.session", self.call, tenant=tenant, session=name)
         self.held[name] = Held(
-            tenant, request.job, request.environment, host, sid, service, request.lease_s, time.monotonic() + request.lease_s
-        )
+            tenant, request.job, request.environment, host, sid, service, request.lease_s,
+            (clock := time.monotonic()) + request.lease_s, clock,
+        )  # fmt: skip
         self._gauge()
         return SessionOpened(
             session=name, subject=f"env.session.{tenant}.{name}", worker=self.context.name, version=known.simulator
@@ -127,9 +127,7 @@ class Environment:
             held.expires = time.monotonic() + held.lease_s
             self.context.pulse.busy -= 1
             self.context.pulse.progress += 1
-        share = self.usage.setdefault((held.tenant, held.job), [0.0, 0.0])
-        share[0] += reply.device_s
-        share[1] += len(reply.rewards)
+        self.used.add(held.tenant, held.job, simulator_s=reply.device_s, steps=len(reply.rewards))
         if request.op == "close":
             await self._release(name, keep=True)
         return reply
@@ -151,6 +149,7 @@ class Environment:
         held = self.held.pop(name, None)
         if held is None:
             return
+        self._account(held)
         await held.service.stop()
         if keep and held.host.alive:
             kept = self.idle.setdefault((held.tenant, msgspec.json.encode(held.spec)), [])
@@ -167,41 +166,19 @@ class Environment:
         await host.stop()
 
     async def sweep(self) -> None:
-        """End sessions whose lease ran out, and publish what was used."""
-        published = time.monotonic()
+        """End sessions whose lease ran out, and note how long the others were held."""
         while True:
             await asyncio.sleep(SWEEP_S)
             clock = time.monotonic()
             for name in [n for n, held in self.held.items() if not held.busy and held.expires < clock]:
                 self.context.log.warning("session lease ran out", session=name, tenant=self.held[name].tenant)
                 await self._release(name, keep=True)
-            if clock - published > USAGE_S:
-                published = clock
-                try:
-                    await self.flush_usage()
-                except Unavailable as error:  # leases are still watched
-                    self.context.log.warning("usage waits for the bus", error=str(error))
+            for held in self.held.values():
+                self._account(held)
 
-    async def flush_usage(self) -> None:
-        """Publish what sessions used since the last time; what cannot be published waits for the next."""
-        for tenant, job in list(self.usage):
-            seconds, steps = self.usage.pop((tenant, job))
-            entry = Usage(
-                tenant=tenant,
-                job=job,
-                worker=self.context.name,
-                kind="environment",
-                device_s=seconds,
-                steps=int(steps),
-                time=now(),
-            )
-            try:
-                await self.bus.publish("usage", entry, msg_id=uuid.uuid4().hex, tenant=tenant, job=job)
-            except Unavailable:
-                share = self.usage.setdefault((tenant, job), [0.0, 0.0])
-                share[0] += seconds
-                share[1] += steps
-                raise
+    def _account(self, held: Held) -> None:
+        before, held.accounted = held.accounted, time.monotonic()
+        self.used.add(held.tenant, held.job, session_s=held.accounted - before)
 
     def _gauge(self) -> None:
         self.context.pulse.gauges["sessions"] = len(self.held)
@@ -255,10 +232,12 @@ class Environment:
         if order.expert is not None and not await self._record(order, path):
             return
         dataset = await self._dataset(path)
+        recorded = order.expert is not None
         report = JobReport(
             job=order.job,
             kind="prepared",
             frames=len(dataset),
+            stored_bytes=await asyncio.to_thread(size, path) if recorded else 0,
             state_statistics=dataset.stats("observation.state"),
             action_statistics=dataset.stats("action"),
         )
@@ -356,7 +335,12 @@ class Environment:
         for task in self.hosts.values():
             if task.done() and task.exception() is None:
                 await task.result().stop()
-        await self.flush_usage()
+        await self.used.flush()
+
+
+def size(directory: Path) -> int:
+    """Bytes of the files below a directory."""
+    return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
 
 
 def _fits(request: SessionOpen, action: Any, observation: Any) -> None:
@@ -376,7 +360,7 @@ async def main(context: Context) -> None:
     """Serve until told to stop."""
     environment = Environment(context)
     service = await context.bus.serve("env.open", environment.open, queue="environment", tenant="*")
-    sweeping = asyncio.create_task(environment.sweep())
+    beside = [asyncio.create_task(work) for work in (environment.sweep(), environment.used.publish())]
     context.pulse.state = "running"
     try:
         await context.bus.consume(
@@ -387,7 +371,8 @@ async def main(context: Context) -> None:
         raise
     finally:
         await service.stop()
-        sweeping.cancel()
+        for task in beside:
+            task.cancel()
         await environment.close()
 
 

@@ -1,6 +1,6 @@
 """Inference: one resident backbone, a private slot per policy version, one grouped forward for many tenants.
 
-Reads   INFERENCE (a durable consumer per tenant, served in weighted rounds), registry (tenants, policy versions), blobs.
+Reads   INFERENCE (a durable consumer per tenant, served by shares of device time), registry (tenants, policy versions), blobs.
 Writes  answers to the asker's inbox, USAGE, EVENTS (refused requests, gaps that the canary found).
 Killed  what it held is redelivered to another or to the restarted one; an answer depends on the request and the version
         alone, so answering twice is harmless. Slots are a cache: a version is loaded on demand, never a 404.
@@ -10,7 +10,6 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Coroutine
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,8 +20,8 @@ from nexus_bus.errors import BadMessage, NexusError, NotFound
 from nexus_bus.loading import Loader
 from nexus_bus.models import process
 from nexus_bus.pace import Pace
-from nexus_bus.tensors import from_tensor, to_tensor
-from nexus_bus.usage import Tally
+from nexus_bus.tensors import to_tensor
+from nexus_bus.usage import Device, Tally
 from nexus_bus.worker import PROVIDER, Context
 from schemas.control import Role
 from schemas.inference import InferenceReply, InferenceRequest
@@ -69,14 +68,16 @@ class Inference:
         self.bus: Bus = context.bus
         self.kv = context.bus.kv("registry")
         self.rounds = Rounds()
-        self.compute = ThreadPoolExecutor(max_workers=1, thread_name_prefix="forward")
+        self.used = Tally(context.bus, context.name, "inference")
+        self.compute = Device(self.used, "forward")
         self.backbone: Any = None
         self.cache: Any = None
+        self.answering: Any = None  # answering.Answering, once torch is there
+        self.decoding: dict[int, Ask] = {}  # whose answers are on their way, token by token
         self.pace: Pace
         self.versions: Loader
         self.held: set[Delivery] = set()
         self.ready: deque[Ask] = deque()  # set aside before, and their versions are there now
-        self.used = Tally(context.bus, context.name, "inference")
         self.tasks: set[asyncio.Task[None]] = set()
         self.groups = self.answers = 0
         self.canaries: deque[Canary] = deque()
@@ -89,12 +90,11 @@ class Inference:
             await worker.side_by_side(self.serve(), self.tenants(), self.versions.follow(), self.hold(), self.used.publish())
         finally:
             await self.hand_back()
-            await self.used.flush()
 
     async def load(self) -> None:
         """Load torch, the backbone, an empty cache and empty slots, off the loop: heartbeats go on meanwhile."""
         settings, gauges = self.context.config, self.context.pulse.gauges
-        slots = await asyncio.get_running_loop().run_in_executor(self.compute, self.resident)
+        slots = await asyncio.get_running_loop().run_in_executor(self.compute.of(PROVIDER, "loading"), self.resident)
         self.versions = Loader(self.bus, slots)
         gauges.update(batch_knee=self.pace.batch, canary_runs=0, canary_gaps=0)
         curve = dict(zip(self.pace.curve.sizes, (round(1000 * s, 2) for s in self.pace.curve.seconds), strict=True))
@@ -104,6 +104,7 @@ class Inference:
 
     def resident(self) -> Any:
         """Runs on the compute thread. Loads, and measures what grouping is worth on this machine."""
+        from nexus_bus.answering import Answering
         from nexus_bus.models.backbone import Backbone
         from nexus_bus.models.cache import FeatureCache
         from nexus_bus.models.paging import Pages, PolicySlots
@@ -112,6 +113,7 @@ class Inference:
         self.backbone = Backbone.load(settings.base, device=settings.device, profile=settings.profile)
         directory = Path(settings.cache_dir) if settings.cache_dir else None
         self.cache = FeatureCache(directory, settings.cache_memory_bytes, settings.cache_disk_bytes)
+        self.answering = Answering(self.backbone, self.cache, self.context.log)
         curve = self.backbone.tune(settings.batch)
         self.pace = Pace(curve, settings.batch, settings.wait_ms / 1000)
         directory = Path(settings.slot_dir) if settings.slot_dir else None
@@ -142,7 +144,8 @@ class Inference:
                 continue
             seen.add(tenant)
             await ensure_tenant(self.bus, tenant)
-            self.rounds.add(tenant, await self.bus.pull(inference_durable(tenant), batch=self.context.config.batch))
+            room = self.context.config.tenant_inflight
+            self.rounds.add(tenant, await self.bus.pull(inference_durable(tenant), batch=room, counted=True))
 
     async def serve(self) -> None:
         """Collect, run, answer, until told to stop. The canary runs when nobody waits, or when it was put off for long."""
@@ -150,6 +153,8 @@ class Inference:
             group = await self.collect()
             if group:
                 await self.handle(group)
+            if self.decoding:
+                await self.decode()
             if self.canaries and (not group or self.groups - self.canaries[0].number >= CANARY_GROUPS):
                 await self.compare(self.canaries.popleft())
         if self.tasks:
@@ -157,9 +162,9 @@ class Inference:
 
     async def collect(self) -> list[Ask]:
         """A group, closed by its size or by the pace: see nexus_bus/pace.py. May be empty."""
-        group = await self.take(self.pace.batch, CANARY_IDLE_S if self.canaries else 0.25)
+        group = await self.take(self.pace.batch, 0 if self.decoding else CANARY_IDLE_S if self.canaries else 0.25)
         opened = time.monotonic()
-        while group:
+        while group and not self.decoding:
             wait = self.pace.patience(len(group), min(map(self.closes, group)), time.monotonic())
             if wait <= 0:
                 self.context.pulse.gauges.update(group_size=len(group), wait_ms=1000 * (time.monotonic() - opened))
@@ -219,54 +224,38 @@ class Inference:
         self.context.pulse.busy += 1
         try:
             started = time.time_ns()
-            results, busy_s = await asyncio.get_running_loop().run_in_executor(self.compute, self.forward, group)
+            results, busy_s = await asyncio.get_running_loop().run_in_executor(self.compute, self.answering.forward, group)
             self.pace.ran(len(group), busy_s)
             self.groups += 1
-            self.later(self.answer(group, results, started, busy_s), *(ask.delivery for ask in group))
+            now = {id(ask): (ask, result) for ask, result in zip(group, results, strict=True) if result is not None}
+            self.decoding |= {id(ask): ask for ask in group if id(ask) not in now}
+            for ask, result in now.values():
+                self.rounds.charge(ask.delivery, result.device_s)
+            asks = [ask for ask, _ in now.values()]
+            answers = [result for _, result in now.values()]
+            self.later(self.answer(asks, answers, started, busy_s), *(ask.delivery for ask in asks))
         finally:
             self.context.pulse.busy -= 1
             self.context.pulse.progress += len(group)
 
-    def forward(self, asks: list[Ask]) -> tuple[list["Answer"], float]:
-        """Runs on the compute thread: decode pictures, encode the group once, let every slot act on its row."""
-        from nexus_bus.learning.algorithms.base import observation_prompt
-        from nexus_bus.models.act import Answer, Asked
-
-        started = time.perf_counter()
-        answers: list[Answer | None] = []
-        asked: list[Asked] = []
-        for ask in asks:
-            request = ask.request
-            try:
-                prompt = observation_prompt(request.observation, ask.slot.contract)
-                state = from_tensor(request.observation.state)
-                ask.asked = Asked(ask.delivery.tenant, ask.slot, prompt, state, request.greedy, request.seed)
-                asked.append(ask.asked)
-                answers.append(None)
-            except NexusError as error:
-                answers.append(Answer(error=error))
-        acted = iter(self.act(asked))
-        return [answer or next(acted) for answer in answers], time.perf_counter() - started
-
-    def act(self, asked: list["Asked"]) -> list["Answer"]:
-        """Runs on the compute thread. If a group fails (out of memory, a head's own fault), its halves do what they can."""
-        from nexus_bus.models.act import Answer, act_group
-
-        try:
-            return act_group(self.backbone, self.cache, asked)
-        except Exception as error:
-            if len(asked) == 1:
-                policy = asked[0].slot.version
-                self.context.log.exception("a request cannot be answered", tenant=asked[0].tenant, policy=policy)
-                return [Answer(error=NexusError(f"policy {policy}: fails on this request: {error!r}"))]
-            middle = len(asked) // 2
-            return self.act(asked[:middle]) + self.act(asked[middle:])
+    async def decode(self) -> None:
+        """The next tokens of long answers: between two groups, so that they delay nobody by more than a token."""
+        for key, ask in list(self.decoding.items()):
+            if self.expired(ask):
+                del self.decoding[key]
+                spent_s = self.answering.decoding.drop(key)
+                self.used.charge(ask.delivery, ask.request.job, spent_s, 1)
+        ended = await asyncio.get_running_loop().run_in_executor(self.compute, self.answering.decode)
+        for key, result in ended.items():
+            ask = self.decoding.pop(key)
+            self.rounds.charge(ask.delivery, result.device_s)
+            self.later(self.answer([ask], [result], time.time_ns() - int(result.device_s * 1e9), result.device_s), ask.delivery)
+        self.context.pulse.progress += 1
 
     async def answer(self, asks: list[Ask], results: list["Answer"], start_ns: int, busy_s: float) -> None:
-        """Send the answers, acknowledge, and account for the forward."""
+        """Send the answers, and account for the forward; what is answered is acknowledged once that is on record."""
         end_ns = start_ns + int(busy_s * 1e9)
         tenants = len({ask.delivery.tenant for ask in asks})
-        share = busy_s / len(asks)
         links = [link for ask in asks if (link := telemetry.link_from(ask.delivery.headers.get("traceparent", ""))) is not None]
         group = telemetry.record_span(
             "inference.group", start_ns, end_ns, attributes={"group": len(asks), "tenants": tenants}, links=links
@@ -275,7 +264,8 @@ class Inference:
         number = self.groups
         done: list[Delivery] = []
         for ask, result in zip(asks, results, strict=True):
-            parent = ask.delivery.headers.get("traceparent", "")
+            parent, share = ask.delivery.headers.get("traceparent", ""), result.device_s
+            self.used.charge(ask.delivery, ask.request.job, share, len(asks))
             telemetry.record_span("inference.queue", ask.delivery.published_ns, start_ns, parent=parent)
             telemetry.record_span(
                 "inference.forward", start_ns, end_ns, parent=parent,
@@ -300,23 +290,20 @@ class Inference:
                 device_s=share,
             )
             await self.send(ask.delivery, reply)
-            self.used.add(ask.delivery.tenant, ask.request.job, share, group=len(asks))
             done.append(ask.delivery)
             self.answers += 1
             every = self.context.config.canary_every
             if every and self.answers % every == 0 and ask.asked is not None:
                 self.canaries.append(Canary(ask, ask.asked, acted, len(asks), number))
-        await asyncio.gather(*(delivery.ack() for delivery in done))
+        self.used.settle(done)
 
     async def compare(self, canary: Canary) -> None:
         """Answer a request again, alone and from its pixels; tell the provider if that is another answer."""
         from nexus_bus.models.act import act_group
         from nexus_bus.models.canary import TOLERANCE, gap
 
-        started = time.perf_counter()
-        loop = asyncio.get_running_loop()
-        alone = (await loop.run_in_executor(self.compute, act_group, self.backbone, None, [canary.asked]))[0]
-        self.used.add(PROVIDER, ROLE, time.perf_counter() - started)  # nobody's job asked for it
+        loop, nobodys = asyncio.get_running_loop(), self.compute.of(PROVIDER, "canary")
+        alone = (await loop.run_in_executor(nobodys, act_group, self.backbone, None, [canary.asked]))[0]
         gauges, profile = self.context.pulse.gauges, self.backbone.profile
         gauges["canary_runs"] += 1
         apart = gap(canary.acted, alone.acted, profile) if alone.acted is not None else float("inf")
@@ -363,6 +350,7 @@ class Inference:
     async def hand_back(self) -> None:
         """At the end: what was not answered goes to another worker at once."""
         await self.rounds.stop()
+        await self.used.flush()
         for delivery in self.held:
             if not delivery.settled:
                 await delivery.nak()
@@ -375,7 +363,11 @@ class Inference:
 
     def _finished(self, task: asyncio.Task[None], deliveries: tuple[Delivery, ...]) -> None:
         self.tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
+        error = None if task.cancelled() else task.exception()
+        for delivery in deliveries:
+            if delivery.settled or error is not None:
+                self.rounds.charge(delivery)  # unless its forward was charged already
+        if error is not None:
             self.held.difference_update(deliveries)
             self.context.log.error("answering failed; the requests are redelivered", exc_info=error)
 

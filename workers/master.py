@@ -1,8 +1,8 @@
 """Master: compiles job documents into plans, admits them, owns job state, hands out work and closes jobs.
 
-Reads   JOBS (job.submit, job.cancel, job.report, policy.import, policy.pin), registry (jobs, policy versions), blobs.
-Writes  registry (jobs; imported, pinned and retired versions), ROLLOUT (orders), EVENTS, AUDIT; makes and removes a job's
-        consumers; deletes blobs of retired versions.
+Reads   JOBS (job.*, policy.import, policy.pin), registry (jobs, policy versions), USAGE of jobs with a budget, blobs.
+Writes  registry (jobs; imported, pinned and retired versions), ROLLOUT (orders), EVENTS, AUDIT, USAGE (what is stored); makes
+        and removes a job's consumers; deletes blobs of retired versions.
 Killed  at any moment: an order is handed out before the state that counts it is written, and both carry ids, so the
         redelivered message does the same again. Several masters may run: states change by compare-and-set.
 """
@@ -10,34 +10,43 @@ Killed  at any moment: an order is handed out before the state that counts it is
 import asyncio
 import re
 import time
+from collections.abc import Awaitable, Iterable
 from typing import Any
 
 import msgspec
 
-from nexus_bus import progress, registry, worker
+from nexus_bus import admission, initial, progress, registry, worker
+from nexus_bus.admission import Limits, Roster
+from nexus_bus.audit import audit
 from nexus_bus.bus import Bus, Delivery, Done, Durable, Outcome, Retry, ensure_job, ensure_tenant, remove_job
 from nexus_bus.clock import now
-from nexus_bus.errors import BadMessage, Conflict, NotFound, Refused, Unavailable
+from nexus_bus.config import MasterConfig
+from nexus_bus.errors import BadMessage, Conflict, Refused, Unavailable
+from nexus_bus.pausing import Pausing
 from nexus_bus.plan import compile_plan
 from nexus_bus.policies import Policies
+from nexus_bus.stored import Stored
 from nexus_bus.worker import Context
 from schemas.base import NAME_PATTERN, PUBLIC
 from schemas.control import JobReport, Role
 from schemas.events import EventType
-from schemas.job import JobCancel, JobSpec
+from schemas.job import JobCancel, JobPause, JobResume, JobSpec
 from schemas.plan import TERMINAL, JobState, Phase
-from schemas.policy import PolicyImport, PolicyPin, PolicyVersion, TrainingState
-from schemas.usage import Audit
+from schemas.policy import PolicyImport, PolicyPin, TrainingState
 
 ROLE: Role = "master"
 
-FILTERS = ("job.submit.*", "job.cancel.*", "job.report.*.*", "policy.import.*", "policy.pin.*")
+FILTERS = (
+    *("job.submit.*", "job.cancel.*", "job.pause.*", "job.resume.*", "job.report.*.*"),
+    *("policy.import.*", "policy.pin.*"),
+)
 DURABLE = Durable(stream="JOBS", name="master", filters=FILTERS, max_deliver=10)
 TICK_S = 1.0
 SWEEP_S = 30.0
 _NAME = re.compile(NAME_PATTERN)
 PROGRESS_S = 0.2  # at most one progress event per job in this time
 
+SAID = 2000  # characters of a refusal
 _ENDING: dict[str, EventType] = {"completed": "job.completed", "failed": "job.failed", "cancelled": "job.cancelled"}
 
 
@@ -49,10 +58,15 @@ class Master:
         self.bus: Bus = context.bus
         self.kv = context.bus.kv("registry")
         self.policies = Policies(context)
+        self.stored = Stored(context)
+        self.settings: MasterConfig = context.config or MasterConfig()
+        self.limits = Limits(self.settings.max_jobs, self.settings.max_queued)
+        self.roster = Roster(context.bus)
+        self.pausing = Pausing(context, self.roster, self.limits)
         self.progressed: dict[str, float] = {}  # job key → when its last progress event went out
 
     async def handle(self, delivery: Delivery) -> Outcome:
-        """One submission, cancellation or report."""
+        """One order of a tenant, or report of a worker."""
         self.context.pulse.progress += 1
         message, tenant = delivery.message, delivery.tenant
         if tenant == PUBLIC:
@@ -61,6 +75,8 @@ class Master:
             await self.submit(message, tenant, delivery.msg_id)
         elif isinstance(message, JobCancel):
             await self.end(tenant, message.job, "cancelled", message.reason or "cancelled by the tenant")
+        elif isinstance(message, JobPause | JobResume):
+            await self.pausing.handle(message, tenant, delivery.msg_id)
         elif isinstance(message, JobReport):
             try:
                 await self.report(tenant, message)
@@ -97,7 +113,7 @@ class Master:
         except Refused as error:
             await self._refused(tenant, job, submission, str(error), "policy.refused")
             return
-        await self._audit(tenant, action, job, "ok", said)
+        await audit(self.bus, tenant, action, job, "ok", said, key=submission)
         await self.context.event(action, tenant, job=job, key=f"{action}/{submission}", submission=submission, message=said)
 
     async def submit(self, spec: JobSpec, tenant: str, submission: str) -> None:
@@ -111,9 +127,12 @@ class Master:
             why = f"name: {spec.name}@0 was imported under this name; choose another name"
             await self._refused(tenant, spec.name, submission, why)
             return
+        if known is None and (why := admission.refusal(await self.roster.of(tenant), self.limits)):
+            await self._refused(tenant, spec.name, submission, why)
+            return
         try:
-            given = await self._given(tenant, spec)
-            plan = await asyncio.to_thread(compile_plan, spec, tenant, init=given)
+            given = await initial.named(self.kv, self.policies, tenant, spec)
+            plan = await asyncio.to_thread(compile_plan, spec, tenant, given, self.settings.base)
         except Refused as error:
             await self._refused(tenant, spec.name, submission, str(error))
             return
@@ -129,8 +148,8 @@ class Master:
         )
         await self._known(tenant)
         if known is None:
-            await self.kv.create(key, state)
-        await self._audit(tenant, "submit", spec.name, "accepted", spec.kind)
+            self.roster.note(state, await self.kv.create(key, state))
+        await audit(self.bus, tenant, "submit", spec.name, "accepted", spec.kind, key=submission)
         await self.context.event(
             "job.accepted", tenant, job=spec.name, key=f"accepted/{submission}", submission=submission,
             message=f"{spec.kind} job accepted: {' → '.join(plan.phases)}",
@@ -160,9 +179,9 @@ class Master:
         """Put a job into a terminal phase. Repeating it changes nothing."""
         key = registry.job_key(tenant, job)
         while (entry := await self.kv.get(key, JobState)) is not None and entry.value.phase not in TERMINAL:
-            state = msgspec.structs.replace(entry.value, phase=phase, reason=reason, ended=now())
+            state = msgspec.structs.replace(entry.value, phase=phase, paused=None, reason=reason, ended=now())
             try:
-                await self.kv.update(key, state, entry.revision)
+                self.roster.note(state, await self.kv.update(key, state, entry.revision))
             except Conflict:
                 continue
             await self._closed(tenant, state)
@@ -172,13 +191,23 @@ class Master:
 
     async def tick(self) -> None:
         """Begin what waited, end what ran out of its wall budget, finish closing what a killed master left."""
-        for key in await self.kv.keys("job."):
-            try:
-                await self._look(key)
-            except Conflict:  # another master was faster; the next tick sees what it wrote
-                continue
-            except Refused as error:  # one job that cannot be read or closed must not keep the others waiting
-                self.context.log.warning("a job could not be looked at", key=key, error=str(error))
+        entries = (await self.kv.entries("job.", JobState)).values()
+        for entry in entries:
+            self.roster.note(entry.value, entry.revision)
+        for entry in entries:
+            await self._carefully(entry.value.plan.spec.name, self._look(entry.value))
+        for tenant in {entry.value.plan.tenant for entry in entries}:
+            for job in admission.next_ones(await self.roster.of(tenant), self.limits):
+                await self._carefully(job, self._try_begin(tenant, job))
+
+    async def _carefully(self, job: str, work: Awaitable[None]) -> None:
+        """One job that cannot be closed or begun must not keep the others waiting."""
+        try:
+            await work
+        except Conflict:  # another master was faster; the next tick sees what it wrote
+            pass
+        except Refused as error:
+            self.context.log.warning("a job could not be looked at", job=job, error=str(error))
 
     async def sweep(self) -> None:
         """Remove what is queued for jobs and tenants that nobody serves (it came after its job's end, or of no job at all),
@@ -196,23 +225,22 @@ class Master:
             if entry is None or entry.value.closed:
                 await self._drop("TRAINING", on, queued)
         await self.policies.sweep()
+        await self.stored.sweep()
 
     async def _drop(self, stream: str, on: str, queued: dict[str, dict[str, int]]) -> None:
         self.context.log.warning("removed what nobody serves", subject=on, messages=queued[stream][on])
         await self.bus.drop(stream, on)
 
-    async def _look(self, key: str) -> None:
-        entry = await self.kv.get(key, JobState)
-        if entry is None or entry.value.closed:
-            return
-        state = entry.value
+    async def _look(self, state: JobState) -> None:
         tenant, job = state.plan.tenant, state.plan.spec.name
+        if state.closed or state.phase == "paused":
+            return
         if state.phase in TERMINAL:
             await self._closed(tenant, state)
         elif state.deadline is not None and time.time() > state.deadline:
             await self.end(tenant, job, "failed", f"budget.wall_s: {state.plan.spec.budget.wall_s:g} s are used up")
-        elif state.phase == "waiting":
-            await self._try_begin(tenant, job)
+        else:
+            await self.pausing.check(state)
 
     async def _try_begin(self, tenant: str, job: str) -> None:
         key = registry.job_key(tenant, job)
@@ -223,7 +251,7 @@ class Master:
         resolved = ""
         if init is not None:
             try:
-                resolved = await self._resolve(tenant, init) or ""
+                resolved = await initial.resolved(self.kv, tenant, init) or ""
                 if resolved:
                     await self.policies.living(tenant, resolved)
             except Refused as error:
@@ -231,48 +259,26 @@ class Master:
                 return
             if not resolved:
                 return  # its parent job is still running
+        own = await self.roster.of(tenant)
+        if place := admission.place(entry.value, own, self.limits):
+            if not entry.value.queued:
+                await self._queue(key, entry.revision, entry.value, place, own.values())
+            return
         if entry.value.plan.spec.kind != "eval":
             await ensure_job(self.bus, tenant, job)
-        state = msgspec.structs.replace(entry.value, init=resolved, started=now())
+        state = msgspec.structs.replace(entry.value, init=resolved, started=now(), reason="", queued=0, estimate_s=0.0)
         await self._apply(tenant, key, entry.revision, entry.value, progress.leave(state))
 
-    async def _given(self, tenant: str, spec: JobSpec) -> PolicyVersion | JobSpec | None:
-        """What `init` names: a version that exists, or the spec of a job that has still to make it."""
-        if spec.init is None:
-            return None
-        job, _, n = spec.init.partition("@")
-        parent = await self.kv.get(registry.job_key(tenant, job), JobState)
-        if parent is None:
-            return await self.policies.living(tenant, f"{job}@{0 if n == 'latest' else n}")  # imported, or not there
-        if n != "latest" and parent.value.version >= int(n):
-            return await self.policies.living(tenant, spec.init)
-        if parent.value.version >= 0:
-            found = await self.kv.get(registry.policy_key(tenant, job, parent.value.version), PolicyVersion)
-            if n == "latest" and found is not None:
-                return found.value
-        if parent.value.phase in TERMINAL:
-            newest = parent.value.version
-            raise NotFound(f"init: job {job!r} is {parent.value.phase} and has no version {n}; its newest is {newest}")
-        return parent.value.plan.spec
-
-    async def _resolve(self, tenant: str, init: str) -> str | None:
-        """The version `init` stands for, or None while the job that makes it still runs."""
-        job, _, n = init.partition("@")
-        parent = await self.kv.get(registry.job_key(tenant, job), JobState)
-        if parent is None:
-            return f"{job}@{0 if n == 'latest' else n}"
-        state = parent.value
-        if n != "latest":
-            if state.version >= int(n):
-                return init
-            if state.phase in TERMINAL:
-                raise NotFound(f"init: job {job!r} ended as {state.phase} with {state.version} as its newest version, not {n}")
-            return None
-        if state.phase not in TERMINAL:
-            return None
-        if state.version < 0:
-            raise NotFound(f"init: job {job!r} ended as {state.phase} and published no version")
-        return f"{job}@{state.version}"
+    async def _queue(self, key: str, revision: int, state: JobState, place: int, own: Iterable[JobState]) -> None:
+        """Put a job in the line; it says so once, and its place moves up by itself."""
+        seconds = admission.estimate(place, own, self.limits)
+        why = admission.waits(place, seconds, self.limits)
+        state = msgspec.structs.replace(state, queued=place, estimate_s=seconds, reason=why)
+        self.roster.note(state, await self.kv.update(key, state, revision))
+        tenant, job = state.plan.tenant, state.plan.spec.name
+        await audit(self.bus, tenant, "submit", job, "queued", why, key=state.submission)
+        data: dict[str, Any] = {"place": place, "estimate_s": seconds}
+        await self.context.event("job.queued", tenant, job=job, key=f"queued/{state.submission}", message=why, data=data)
 
     async def _apply(self, tenant: str, key: str, revision: int, before: JobState, happening: progress.Happening) -> None:
         state = happening.state
@@ -284,11 +290,11 @@ class Master:
             return
         if state.phase in TERMINAL:
             state = msgspec.structs.replace(state, ended=now())
-        await self.kv.update(key, state, revision)
+        self.roster.note(state, await self.kv.update(key, state, revision))
         if happening.score is not None:
             score = happening.score
             await self.context.event(
-                "eval.completed", tenant, job=job, key=f"eval/{before.phase}", score=score,
+                "eval.completed", tenant, job=job, key=f"eval/{before.paused or before.phase}", score=score,
                 message=f"{score.policy}: {score.successes}/{score.episodes} succeeded ({score.low:.2f}–{score.high:.2f})",
             )  # fmt: skip
         if state.phase != before.phase and state.phase not in TERMINAL:
@@ -310,15 +316,15 @@ class Master:
         await self.context.event(
             _ENDING[state.phase], tenant, job=job, key=f"ended/{state.submission}", message=reason, data=data
         )
-        await self._audit(tenant, state.phase, job, "ok", state.reason)
+        await audit(self.bus, tenant, state.phase, job, "ok", state.reason, key=state.submission)
+        self.pausing.spending.forget(tenant, job)
         key = registry.job_key(tenant, job)
         entry = await self.kv.get(key, JobState)
         if entry is not None and not entry.value.closed:
-            await self.kv.update(key, msgspec.structs.replace(entry.value, closed=True), entry.revision)
-        for key in await self.kv.keys(registry.job_key(tenant, "")):  # what waited for this one
-            entry = await self.kv.get(key, JobState)
-            if entry is not None and entry.value.phase == "waiting":
-                await self._try_begin(tenant, entry.value.plan.spec.name)
+            state = msgspec.structs.replace(entry.value, closed=True)
+            self.roster.note(state, await self.kv.update(key, state, entry.revision))
+        for name in admission.next_ones(await self.roster.of(tenant), self.limits):  # what waited for this one
+            await self._try_begin(tenant, name)
 
     async def _announce_progress(self, tenant: str, state: JobState, report: JobReport) -> None:
         key, clock = registry.job_key(tenant, report.job), time.monotonic()
@@ -341,12 +347,10 @@ class Master:
         await self.context.event("job.progress", tenant, job=report.job, key=key, data=data)
 
     async def _refused(self, tenant: str, job: str, submission: str, why: str, kind: EventType = "job.refused") -> None:
-        await self._audit(tenant, "submit" if kind == "job.refused" else "policy", job, "refused", why)
+        why = why if len(why) <= SAID else f"{why[:SAID]} …"  # it may repeat what the tenant wrote
+        action = "submit" if kind == "job.refused" else "policy"
+        await audit(self.bus, tenant, action, job, "refused", why, key=submission)
         await self.context.event(kind, tenant, job=job, key=f"refused/{submission}", submission=submission, message=why)
-
-    async def _audit(self, tenant: str, action: str, job: str, outcome: str, detail: str) -> None:
-        entry = Audit(tenant=tenant, action=action, job=job, outcome=outcome, detail=detail, time=now())
-        await self.bus.publish("audit", entry, msg_id=f"{tenant}/{action}/{job}/{outcome}/{time.time_ns()}", tenant=tenant)
 
 
 def total(state: JobState) -> int:

@@ -7,18 +7,21 @@ Killed  records are acknowledged only after the state that learned them is commi
 """
 
 import asyncio
+import contextlib
 import time
 import uuid
-from concurrent.futures import ThreadPoolExecutor
+from collections import Counter, defaultdict, deque
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nexus_bus import registry, telemetry, worker
 from nexus_bus.bus import Bus, Delivery, training_durable
 from nexus_bus.errors import BadMessage, Conflict, NexusError, Refused, Unreadable
+from nexus_bus.fair import Shares, Turn, fill, gives_way, in_turns
 from nexus_bus.models import process
 from nexus_bus.pace import Pace
 from nexus_bus.seat import Leases, Seat
+from nexus_bus.usage import Device, Tally
 from nexus_bus.worker import PROVIDER, Context
 from schemas.control import JobReport, Role
 from schemas.plan import TERMINAL, JobState
@@ -42,15 +45,24 @@ class Trainer:
         self.kv = context.bus.kv("registry")
         self.leases = Leases(context.bus, context.name, context.config.lease_s)
         self.jobs: dict[str, JobState] = {}
-        self.seats: dict[str, Seat] = {}
-        self.compute = ThreadPoolExecutor(max_workers=1, thread_name_prefix="step")
+        self.seats: dict[str, Seat] = {}  # who was in a step least recently comes first
+        self.leaving = ""  # the seat that is given up before the next step, for a job of another tenant
+        self.shares = Shares()
+        self.used = Tally(context.bus, context.name, "training")  # besides what commits account for
+        self.compute = Device(self.used, "step")
         self.arrived = asyncio.Event()
-        self.seating = asyncio.Lock()  # watch and tick may both see a job that wants a slot
+        self.seating = asyncio.Event()  # a job wants a seat, or a seat is free
         self.backbone: Any = None
         self.group: Any = None
         self.parking: Any = None
         self.cache: Any = None
         self.pace: Any = None  # pace.Pace, once the backbone is measured
+
+    async def run(self) -> None:
+        """Serve until told to stop."""
+        await self.load()
+        self.context.pulse.state = "running"
+        await worker.side_by_side(self.serve(), self.watch(), self.usher(), self.hold(), self.tick(), self.used.publish())
 
     async def load(self) -> None:
         """Load torch and the backbone off the loop."""
@@ -71,33 +83,69 @@ class Trainer:
             self.parking = Parking(settings.slot_bytes, settings.slot_host_bytes, slot_dir)
             self.group = GroupTrainer(self.backbone, cache, Canary(settings.canary_every))
 
-        await asyncio.get_running_loop().run_in_executor(self.compute, work)
+        await asyncio.get_running_loop().run_in_executor(self.compute.of(PROVIDER, "loading"), work)
         self.context.log.info("backbone resident", base=settings.base, fingerprint=self.backbone.fingerprint[:12])
 
     # Which jobs to serve
 
     async def watch(self) -> None:
-        """Follow the registry's jobs; seat what needs a slot, release what no longer does."""
+        """Follow the registry's jobs; release seats that are wanted no more."""
         async for key, entry in self.kv.watch("job.", JobState):
             if entry is None or entry.value.phase in TERMINAL:
                 self.jobs.pop(key, None)
             else:
                 self.jobs[key] = entry.value
-            await self.reconcile(key)
+            if self.wanted(key) != (key in self.seats):
+                self.arrived.set()  # a paused job is committed first, between two steps
+                if entry is None or entry.value.phase != "paused":
+                    await self.release(key)
+                self.seating.set()
 
-    async def reconcile(self, key: str) -> None:
-        """Make one job's seat agree with its phase."""
-        async with self.seating:
-            await self._reconcile(key)
-
-    async def _reconcile(self, key: str) -> None:
+    def wanted(self, key: str) -> bool:
+        """Whether a job is to have a seat now."""
         state = self.jobs.get(key)
-        wanted = state is not None and state.phase in ACTIVE and state.plan.spec.kind != "eval"
-        seat = self.seats.get(key)
-        if seat is not None and not wanted:
-            await self.release(key)
-        elif seat is None and wanted and state is not None and len(self.seats) < self.context.config.slots:
+        return state is not None and state.phase in ACTIVE and state.plan.spec.kind != "eval"
+
+    async def usher(self) -> None:
+        """Seat jobs that wait, one after another, when something changed; and look again at leases that others hold."""
+        while True:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.seating.wait(), TICK_S)
+            self.seating.clear()
+            line, passed = self.queue(), set[str]()
+            while line and not self.context.stop.is_set():
+                if (key := line.popleft()) in passed:
+                    continue
+                passed.add(key)
+                if self.wanted(key) and not await self.place(key, self.jobs[key]):
+                    break
+                if key in self.seats:  # that took a while; somebody may have come whose turn is earlier
+                    line = self.queue()
+
+    def queue(self) -> deque[str]:
+        """Jobs that wait for a seat. The next is of the tenant with the fewest seats, and of its jobs the oldest."""
+        jobs = sorted(self.jobs, key=lambda key: self.jobs[key].submitted)
+        waiting = ((registry.tenant_of(key), key) for key in jobs if key not in self.seats and self.wanted(key))
+        return deque(in_turns(waiting, Counter(seat.tenant for seat in self.seats.values())))
+
+    async def place(self, key: str, state: JobState) -> bool:
+        """Seat a job if there is room. In a full house it waits, unless a tenant has two seats more than its own: that one
+        gives up the seat of its newest job, which is committed as it stands and waits in its turn. So seats come out even
+        among tenants whose jobs want them. False: nobody behind this job can be seated either.
+        """
+        tenant, job = state.plan.tenant, state.plan.spec.name
+        if len(self.seats) < self.context.config.slots:
             await self.seat(key, state)
+            if not self.wanted(key):  # cancelled meanwhile
+                await self.release(key)
+            return True
+        leaving = gives_way({held: (seat.tenant, seat.state.submitted) for held, seat in self.seats.items()}, tenant)
+        if self.leaving or not leaving:
+            return False
+        if await self.leases.take(tenant, job) is not None:  # else it sits with another trainer
+            self.leaving = leaving
+            self.arrived.set()
+        return True
 
     async def seat(self, key: str, state: JobState) -> None:
         """Take the lease and make the slot ready; somebody else's lease is left alone."""
@@ -106,7 +154,8 @@ class Trainer:
         if lease is None:
             return
         try:
-            seat = await Seat.open(self.context, state, lease, self.backbone, self.compute, self.parking)
+            own = self.compute.of(tenant, job)
+            seat = await Seat.open(self.context, state, lease, self.backbone, own, self.parking)
         except Refused as error:
             await self.fail(tenant, job, str(error))
             await self.leases.drop(tenant, job)
@@ -125,6 +174,8 @@ class Trainer:
         seat = self.seats.pop(key, None)
         if seat is None:
             return
+        if seat.used is not None:  # never committed: learned again elsewhere, unless the job has ended
+            self.used.add(*((PROVIDER, "repeated") if key in self.jobs else (seat.tenant, seat.job)), seat.used.device_s)
         await seat.close()
         await self.leases.drop(seat.tenant, seat.job)
         self.context.log.info("slot released", tenant=seat.tenant, job=seat.job, learned=seat.learned)
@@ -159,17 +210,27 @@ class Trainer:
     async def serve(self) -> None:
         """Step whenever somebody's batch is complete, everybody whose batch is complete together."""
         while not self.context.stop.is_set():
-            if not any(seat.ready() for seat in self.seats.values()):
-                self.arrived.clear()
-                try:
-                    await asyncio.wait_for(self.arrived.wait(), 0.25)
-                except TimeoutError:
-                    continue
-            await self.gather()
-            await self.step([seat for seat in self.seats.values() if seat.ready()])
+            await self.make_room()
+            if any(seat.ready() for seat in self.seats.values()):
+                await self.gather()
+                await self.step(self.members())
+                continue
+            self.arrived.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.arrived.wait(), 0.25)
         for key in list(self.seats):
             await self.commit(self.seats[key], force=True)
             await self.release(key)
+        await self.used.flush()
+
+    async def make_room(self) -> None:
+        """Give up seats of paused jobs, and one that another tenant is to have, between two steps: committed as they stand."""
+        leaving, self.leaving = self.leaving, ""
+        for key in [key for key in self.seats if key == leaving or not self.wanted(key)]:
+            if key in self.seats:
+                await self.commit(self.seats[key], force=True)
+                await self.release(key)
+                self.seating.set()
 
     async def gather(self) -> None:
         """B and T of the group batch: let neighbours complete their batches, while that pays."""
@@ -185,10 +246,27 @@ class Trainer:
             except TimeoutError:
                 continue
 
-    async def step(self, seats: list[Seat]) -> None:
+    def members(self) -> list[tuple[Seat, Turn]]:
+        """Who goes into the next step, if more is ready than its B samples: tenants by their shares of device time, however
+        many jobs they have, and of a tenant's jobs the one that waits longest.
+        """
+        ready: defaultdict[str, deque[str]] = defaultdict(deque)
+        for key, seat in self.seats.items():
+            if seat.ready():
+                ready[seat.tenant].append(key)
+        sizes = {tenant: [self.seats[key].samples() for key in keys] for tenant, keys in ready.items()}
+        chosen: list[tuple[Seat, Turn]] = []
+        for turn in fill(self.shares, sizes, self.pace.batch, self.pace.curve.cost):
+            key = ready[turn.key].popleft()
+            seat = self.seats[key] = self.seats.pop(key)  # now the last in the order of steps
+            chosen.append((seat, turn))
+        return chosen
+
+    async def step(self, members: list[tuple[Seat, Turn]]) -> None:
         """One grouped step: each seat's next batch."""
-        if not seats:
+        if not members:
             return
+        seats = [seat for seat, _ in members]
         self.context.pulse.busy += 1
         start = time.time_ns()
         try:
@@ -196,9 +274,12 @@ class Trainer:
         finally:
             self.context.pulse.busy -= 1
         self.trace(seats, start, time.time_ns())
-        for seat, outcome in zip(seats, outcomes, strict=True):
+        for (seat, turn), outcome in zip(members, outcomes, strict=True):
+            self.shares.settle(turn, outcome.device_s)
             self.context.pulse.progress += 1
             key = registry.job_key(seat.tenant, seat.job)
+            if outcome.error is not None or self.seats.get(key) is not seat:  # no commit will account for it
+                self.used.add(seat.tenant, seat.job, outcome.device_s)
             if self.seats.get(key) is not seat:
                 continue  # cancelled, or lost to another trainer, while the step ran
             if isinstance(outcome.error, Unreadable):  # its job goes on from its last commit, here or elsewhere
@@ -231,8 +312,9 @@ class Trainer:
 
     def learn(self, seats: list[Seat]) -> "list[MemberResult]":
         """Runs on the compute thread: decode everybody's records, then one grouped step. Results in the seats' order."""
-        from nexus_bus.learning.group import MemberResult
+        from nexus_bus.learning.group import MemberResult, charged
 
+        started, canary_s = time.perf_counter(), self.group.canary.seconds
         lost = self.parking.use([seat.slot for seat in seats])
         members, failed = [], {position: MemberResult(None, error, 0.0, 0.0, 0, 0, None) for position, error in lost.items()}
         for position, seat in enumerate(seats):
@@ -243,7 +325,9 @@ class Trainer:
             except NexusError as error:
                 failed[position] = MemberResult(None, error, 0.0, 0.0, 0, 0, None)
         results = iter(self.group.run(members))
-        return [failed.get(position) or next(results) for position in range(len(seats))]
+        outcomes = [failed.get(position) or next(results) for position in range(len(seats))]
+        self.used.add(PROVIDER, "canary", canary_s := self.group.canary.seconds - canary_s)
+        return charged(outcomes, time.perf_counter() - started - canary_s)
 
     async def commit(self, seat: Seat, *, force: bool = False) -> None:
         """Commit a seat when it is due; a stale lease ends the seat, and nothing of it was published."""
@@ -288,7 +372,7 @@ class Trainer:
                     await delivery.in_progress()
 
     async def tick(self) -> None:
-        """Renew leases, and look again at jobs that found no slot or no lease."""
+        """Renew leases, and measure."""
         while True:
             await asyncio.sleep(TICK_S)
             self.context.pulse.gauges.update(await asyncio.to_thread(self.cache.gauges))
@@ -296,8 +380,6 @@ class Trainer:
                 if not await self.leases.renew(seat.tenant, seat.job):
                     self.context.log.warning("lease lost", tenant=seat.tenant, job=seat.job)
                     await self.release(key)
-            for key in list(self.jobs):
-                await self.reconcile(key)
 
     def gauges(self) -> None:
         """What the heartbeat shows."""
@@ -307,10 +389,7 @@ class Trainer:
 async def main(context: Context) -> None:
     """Serve until told to stop."""
     process.settings(context.config.threads)
-    trainer = Trainer(context)
-    await trainer.load()
-    context.pulse.state = "running"
-    await worker.side_by_side(trainer.serve(), trainer.watch(), trainer.hold(), trainer.tick())
+    await Trainer(context).run()
 
 
 def run(**options: Any) -> int:

@@ -78,6 +78,19 @@ class Kv:
                     found.append(key)
         return sorted(found)
 
+    async def entries(self, prefix: str, kind: type[T]) -> dict[str, Entry[T]]:
+        """What is there under keys that begin with `prefix`, in one pass. What cannot be read is logged and left out."""
+        found: dict[str, Entry[T]] = {}
+        async with Reader(self._bus, self._stream, (self._filter(prefix),), "last_per_subject") as reader:
+            async for msg in reader.stored():
+                key = msg.subject.removeprefix(self._prefix)
+                if key.startswith(prefix) and not wire.get(msg, OPERATION):
+                    try:
+                        found[key] = self._entry(key, msg.data, msg.metadata.sequence.stream, kind)
+                    except BadMessage as error:
+                        self._bus.log.warning("a stored value cannot be read", error=str(error))
+        return found
+
     async def watch(self, prefix: str, kind: type[T]) -> AsyncIterator[tuple[str, Entry[T] | None]]:
         """What is there, then every change as it happens; None for a key that was deleted.
 

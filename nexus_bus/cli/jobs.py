@@ -7,7 +7,7 @@ import click
 import msgspec
 
 from nexus_bus.cli.options import asynchronous, bus_options, connect, console, json_option, pairs, print_json
-from nexus_bus.errors import BadJob, NexusError, NotFound
+from nexus_bus.errors import BadJob, NexusError, NotFound, Refused
 
 document_argument = click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
 wait_option = click.option("--wait", is_flag=True, help="Return when the job has ended; exit code 1 if it did not complete.")
@@ -20,7 +20,7 @@ wait_option = click.option("--wait", is_flag=True, help="Return when the job has
 @asynchronous
 async def plan_command(file: Path, url: str, tenant: str, as_json: bool) -> None:
     """Compile a job document and print the plan. Nothing is sent; a server is asked only about the policy that `init` names."""
-    from nexus_bus.documents import job_spec
+    from nexus_bus.documents import job_spec, located
     from nexus_bus.plan import compile_plan
 
     spec = job_spec(file)
@@ -31,7 +31,10 @@ async def plan_command(file: Path, url: str, tenant: str, as_json: bool) -> None
                 init = await _init(client, spec.init)
         except NexusError as error:
             note = f"init was not looked up, so whether it fits is known only when the job is sent: {error}"
-    plan = compile_plan(spec, tenant, init)
+    try:
+        plan = compile_plan(spec, tenant, init)
+    except Refused as error:
+        raise located(file, error) from error
     if as_json:
         print_json(plan)
         return
@@ -62,11 +65,15 @@ async def _init(client: Any, ref: str) -> Any:
 @asynchronous
 async def submit_command(file: Path, url: str, tenant: str, wait: bool, as_json: bool) -> int:
     """Send a job document (TOML, YAML or JSON) and print the master's answer."""
-    from nexus_bus.documents import job_spec
+    from nexus_bus.documents import job_spec, located
 
     spec = job_spec(file)
     async with connect(url, tenant) as client:
-        return await _answer(client, await client.submit(spec), wait, as_json)
+        try:
+            submission = await client.submit(spec)
+        except Refused as error:
+            raise located(file, error) from error
+        return await _answer(client, submission, wait, as_json)
 
 
 async def _answer(client: Any, submission: Any, wait: bool, as_json: bool) -> int:
@@ -181,3 +188,27 @@ async def cancel_command(job: str, reason: str, url: str, tenant: str) -> None:
     async with connect(url, tenant) as client:
         await client.cancel(job, reason)
     click.echo(f"{job}: cancellation sent")
+
+
+@click.command("pause")
+@click.argument("job")
+@click.option("--reason", default="", help="A sentence for the record.")
+@bus_options
+@asynchronous
+async def pause_command(job: str, reason: str, url: str, tenant: str) -> None:
+    """Let a job rest. It keeps what it has learned, and gives its place to others until `nexus resume`."""
+    async with connect(url, tenant) as client:
+        said = await client.pause(job, reason)
+    click.echo(f"{job} is paused: {said}")
+
+
+@click.command("resume")
+@click.argument("job")
+@click.option("--add-device-s", type=click.FloatRange(0), default=0.0, help="Device-seconds more than its budget had.")
+@bus_options
+@asynchronous
+async def resume_command(job: str, add_device_s: float, url: str, tenant: str) -> None:
+    """Go on with a paused job where it stopped."""
+    async with connect(url, tenant) as client:
+        said = await client.resume(job, add_device_s=add_device_s)
+    click.echo(f"{job} {said}")

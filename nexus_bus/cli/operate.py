@@ -1,4 +1,4 @@
-"""`nexus usage`, `trace`, `dead`, `config`: for whoever runs the service, or wonders what happened."""
+"""`nexus trace`, `dead`, `config`: for whoever runs the service, or wonders what happened."""
 
 from collections import defaultdict
 from datetime import UTC, datetime
@@ -12,40 +12,6 @@ from nexus_bus.cli.options import asynchronous, bus_options, connect, console, j
 from nexus_bus.errors import NotFound
 
 TRACES = 20  # listed
-
-
-@click.command("usage")
-@click.argument("job", required=False)
-@click.option("--all-tenants", is_flag=True, help="Of every tenant.")
-@bus_options
-@json_option
-@asynchronous
-async def usage_command(job: str | None, all_tenants: bool, url: str, tenant: str, as_json: bool) -> None:
-    """Device seconds, requests, records and steps per job and kind of work."""
-    sums: dict[tuple[str, str, str], dict[str, float]] = defaultdict(lambda: defaultdict(float))
-    async with connect(url, tenant) as client:
-        who = "*" if all_tenants else tenant
-        async for item in client.bus.tail("usage", since="all", follow=False, tenant=who, job=job or "*"):
-            used = item.message
-            total = sums[used.tenant, used.job, used.kind]
-            for name in ("device_s", "requests", "records", "steps", "group_sum"):
-                total[name] += getattr(used, name)
-    rows = [{"tenant": t, "job": j, "kind": k, **total} for (t, j, k), total in sorted(sums.items())]
-    if as_json:
-        print_json(rows)
-        return
-    from nexus_bus.cli.show import listing
-
-    table = listing(
-        "tenant", "job", "kind", *(numbers := ("device s", "requests", "records", "steps", "mean group")), right=numbers
-    )
-    for row in rows:
-        grouped = row["requests"] + row["records"]
-        table.add_row(
-            row["tenant"], row["job"], row["kind"], f"{row['device_s']:.2f}", f"{row['requests']:.0f}", f"{row['records']:.0f}",
-            f"{row['steps']:.0f}", f"{row['group_sum'] / grouped:.1f}" if grouped and row["group_sum"] else "",
-        )  # fmt: skip
-    console().print(table if rows else "nothing was used yet")
 
 
 @click.command("trace")

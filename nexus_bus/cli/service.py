@@ -46,10 +46,11 @@ def up_command(home: Path, port: int | None, base: str | None, detach: bool, **c
     from nexus_bus import host, logs
 
     if base is not None:
-        from nexus_bus.models.bases import SHIPPED, describe_backbone
+        from nexus_bus.models.bases import describe_backbone, require_weights
 
         found = describe_backbone(base)  # a wrong one is refused here, not in every worker's log
-        os.environ["NEXUS_BASE"] = base if base in SHIPPED else str(found.path)
+        require_weights(found)
+        os.environ["NEXUS_BASE"] = str(found.path) if Path(base).is_dir() else base
     if detach:
         _detach(home, port, counts)
         return

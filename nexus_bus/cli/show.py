@@ -12,7 +12,7 @@ from rich.text import Text
 from schemas.plan import JobState, Plan
 from schemas.policy import PolicyVersion
 
-STYLES = {"completed": "green", "failed": "red", "cancelled": "yellow", "waiting": "dim"}
+STYLES = {"completed": "green", "failed": "red", "cancelled": "yellow", "waiting": "dim", "paused": "yellow"}
 
 
 def listing(*columns: str, right: Iterable[str] = ()) -> Table:
@@ -99,7 +99,11 @@ def success(state: JobState) -> str:
 
 
 def jobs_table(states: Iterable[JobState]) -> Table:
-    """One line per job."""
+    """One line per job; those that wait in line say at which place they stand now."""
+    from nexus_bus.admission import line
+
+    states = list(states)
+    places = {name: place for place, name in enumerate(line(states), 1)}
     table = listing("job", "kind", "phase", "done", "version", "success", "submitted", "reason", right=("done", "version"))
     for state in states:
         spec = state.plan.spec
@@ -112,9 +116,13 @@ def jobs_table(states: Iterable[JobState]) -> Table:
             str(state.version) if state.version >= 0 else "",
             success(state),
             state.submitted[:19],
-            Text(state.reason),
+            Text(_reason(state, places.get(spec.name, state.queued))),
         )
     return table
+
+
+def _reason(state: JobState, place: int) -> str:
+    return state.reason if place == state.queued else f"{state.reason}; now at {place}"
 
 
 def units(state: JobState) -> int:

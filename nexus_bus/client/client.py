@@ -20,7 +20,7 @@ from nexus_bus.errors import BadJob, NotFound, Unavailable
 from nexus_bus.registry import job_key, policies_prefix, policy_key, state_key
 from schemas.base import NAME_PATTERN, PUBLIC, Name
 from schemas.events import Event, EventType
-from schemas.job import EnvironmentSpec, EvaluationSpec, JobCancel, JobSpec
+from schemas.job import EnvironmentSpec, EvaluationSpec, JobCancel, JobPause, JobResume, JobSpec
 from schemas.plan import TERMINAL, JobState
 from schemas.policy import MAX_ANCESTORS, PolicyImport, PolicyPin, PolicyVersion, TrainingState
 
@@ -167,6 +167,21 @@ class Client:
         await self.bus.publish(
             "job.cancel", cancel, msg_id=f"cancel/{self.tenant}/{job}/{state.submission}", tenant=self.tenant
         )
+
+    async def pause(self, job: str, reason: str = "", *, timeout: float = ANSWER_S) -> str:
+        """Let a job rest; why it rests. Raises NotFound, BadJob if it has ended, Unavailable if nobody answers in time."""
+        await self._known(job)
+        return await self._rest("job.pause", JobPause(job=job, reason=reason), timeout)
+
+    async def resume(self, job: str, *, add_device_s: float = 0.0, timeout: float = ANSWER_S) -> str:
+        """Go on with a paused job, if asked to with a larger device budget; what it goes on with. Raises as `pause`."""
+        await self._known(job)
+        return await self._rest("job.resume", JobResume(job=job, add_device_s=add_device_s), timeout)
+
+    async def _rest(self, name: str, order: JobPause | JobResume, timeout: float) -> str:
+        submission = f"{self.tenant}/{name}/{order.job}/{uuid.uuid4().hex}"
+        answers: tuple[EventType, ...] = ("job.paused", "job.resumed", "job.refused")
+        return (await self._ask(name, order, submission, f"{name} of {order.job!r}", answers, timeout)).message
 
     async def jobs(self) -> list[JobState]:
         """This tenant's jobs, oldest first."""

@@ -71,6 +71,14 @@ class Client:
         """Stop a job."""
         self._wait(self._client.cancel(job, reason))
 
+    def pause(self, job: str, reason: str = "") -> str:
+        """Let a job rest; why it rests."""
+        return self._wait(self._client.pause(job, reason))
+
+    def resume(self, job: str, *, add_device_s: float = 0.0) -> str:
+        """Go on with a paused job; what it goes on with."""
+        return self._wait(self._client.resume(job, add_device_s=add_device_s))
+
     def jobs(self) -> list[JobState]:
         """All jobs."""
         return self._wait(self._client.jobs())

@@ -70,7 +70,10 @@ class Dataset:
         self.root = Path(root).resolve()
         info_path = self.root / "meta/info.json"
         if not info_path.is_file():
-            raise NotFound(f"dataset {self.root.name}: no meta/info.json; was it finalised?")
+            raise NotFound(
+                f"dataset {self.root.name}: there is no meta/info.json in {self.root.parent.name}/{self.root.name}. A dataset "
+                "is a finalised LeRobot v3.0 directory that lies there already: nothing is fetched from a hub"
+            )
         try:
             self.info: dict[str, Any] = json.loads(info_path.read_text())
             self._statistics: dict[str, Any] = json.loads((self.root / "meta/stats.json").read_text())

@@ -11,6 +11,7 @@ from typing import cast
 
 from nexus_bus.envs.simulator import Simulator
 from nexus_bus.errors import BadJob, NotFound
+from nexus_bus.nearest import nearest
 from schemas.job import EnvironmentSpec, Scalar
 from schemas.policy import ActionSpec, ObservationSpec
 
@@ -212,9 +213,9 @@ def entry_of(spec: EnvironmentSpec) -> EnvironmentEntry:
     """The catalogue entry. Raises NotFound listing what exists."""
     entry = ENVIRONMENTS.get(spec.id)
     if entry is None:
-        raise NotFound(f"environment.id: no environment {spec.id!r}; there are {', '.join(ENVIRONMENTS)}")
+        raise NotFound(f"environment.id: no environment {spec.id!r}{nearest(spec.id, ENVIRONMENTS)}")
     if entry.tasks and spec.task not in entry.tasks:
-        raise NotFound(f"environment.task: {spec.id} has no task {spec.task!r}; there are {', '.join(entry.tasks)}")
+        raise NotFound(f"environment.task: {spec.id} has no task {spec.task!r}{nearest(spec.task, entry.tasks)}")
     return entry
 
 
@@ -223,7 +224,7 @@ def options_of(spec: EnvironmentSpec) -> Options:
     entry = entry_of(spec)
     unknown = sorted(set(spec.options) - set(entry.options))
     if unknown:
-        raise BadJob(f"environment.options.{unknown[0]}: {spec.id} has no such option; there are {', '.join(entry.options)}")
+        raise BadJob(f"environment.options.{unknown[0]}: {spec.id} has no such option{nearest(unknown[0], entry.options)}")
     return {name: option.check(name, spec.options.get(name, option.default)) for name, option in entry.options.items()}
 
 

@@ -1,5 +1,6 @@
 """The canary of training: one sample in a hundred is encoded once more, alone. A difference from its group is an alarm."""
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -28,18 +29,21 @@ class Canary:
         """`every` 0: never."""
         self.every = every
         self.runs = 0
+        self.seconds = 0.0  # spent on them: nobody's job asked for it
         self._seen = 0
         self._gaps: list[Gap] = []
 
     def watch(self, backbone: Backbone, looks: Sequence[Look], features: Sequence[VLAFeature]) -> None:
         """Compare what is due of a group with the same look alone, without any cache."""
         for i in self._due(len(looks)):
+            started = time.perf_counter()
             self.runs += 1
             with torch.no_grad():
                 alone = backbone.encode([looks[i]])[0].hidden
             error = difference(alone, features[i].hidden.detach())
             if error > TOLERANCE[backbone.profile]:
                 self._gaps.append(Gap(features[i].feature_id, error, TOLERANCE[backbone.profile], len(looks)))
+            self.seconds += time.perf_counter() - started
 
     def take(self) -> list[Gap]:
         """Gaps since the last time."""

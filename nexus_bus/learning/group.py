@@ -21,6 +21,7 @@ from nexus_bus.models.cache import EncodeStats, FeatureCache, encode_cached
 from nexus_bus.models.features import PUBLIC, FeatureBatch, Look, VLAFeature
 from nexus_bus.models.prompt import Prompt
 from nexus_bus.models.slots import Slot, State
+from nexus_bus.split import split
 
 
 @dataclass(frozen=True, eq=False)
@@ -241,6 +242,12 @@ class GroupTrainer:
             run.private_s += spent * (run.recent_s / whole if whole else 1 / len(runs))
             run.recent_s = 0.0
             run.descend(_descent(run))
+
+
+def charged(results: Sequence[MemberResult], whole: float) -> list[MemberResult]:
+    """The results of a group with shares that add up to its measured seconds, whatever else a group takes."""
+    shares = split(whole, [result.device_s for result in results])
+    return [replace(one, private_s=share - one.forward_s) for one, share in zip(results, shares, strict=True)]
 
 
 def _fail_together(runs: Sequence[_Run], error: Exception) -> None:

@@ -1,10 +1,13 @@
 """The grouped answer: one encode for requests of many tenants, then each policy acts on its own row."""
 
-from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
-from typing import TypeVar
+import time
+from collections import Counter
+from collections.abc import Callable, Generator, Hashable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Generic, TypeVar
 
 import numpy as np
+import structlog
 import torch
 from numpy.typing import NDArray
 
@@ -15,8 +18,10 @@ from nexus_bus.models.features import Look
 from nexus_bus.models.past import Past
 from nexus_bus.models.prompt import Prompt
 from nexus_bus.models.slots import Acted, PolicySlot
+from nexus_bus.split import split
 
-T = TypeVar("T")
+Key = TypeVar("Key", bound=Hashable)
+log: Any = structlog.get_logger()
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,6 +47,7 @@ class Answer:
     feature_id: str = ""
     acted: Acted | None = None
     error: NexusError | None = None
+    device_s: float = 0.0  # its share of the forwards, by tokens, and its head's own time
 
 
 @torch.no_grad()
@@ -55,40 +61,112 @@ def act_group(backbone: Backbone, cache: FeatureCache | None, asked: Sequence[As
         except NexusError as error:
             answers[i] = Answer(error=error)
     at_once = [i for i in ids if not asked[i].slot.module.needs.decodes]
-    features, _ = encode_cached(backbone, [asked[i].look() for i in at_once], cache, [ids[i] for i in at_once])
+    features, stats = encode_cached(backbone, [asked[i].look() for i in at_once], cache, [ids[i] for i in at_once])
+    everybody = Counter((asked[i].tenant, ids[i]) for i in at_once)
     for i, feature in zip(at_once, features, strict=True):
-        ask = asked[i]
-        answers[i] = _answer(ids[i], lambda a=ask, f=feature: a.slot.act(f, a.state, greedy=a.greedy, seed=a.seed))
-    decoding = {i: asked[i].slot.decode(asked[i].state, seed=asked[i].seed) for i in ids if i not in at_once}
-    for i, answer in _decode(backbone, asked, decoding, ids).items():
-        answers[i] = answer
+        ask, started = asked[i], time.perf_counter()
+        answer = _answer(ids[i], lambda a=ask, f=feature: a.slot.act(f, a.state, greedy=a.greedy, seed=a.seed))
+        share = stats.share({(ask.tenant, ids[i]): 1}, everybody)
+        answers[i] = replace(answer, device_s=share + time.perf_counter() - started)
+    decoding: Decoding[int] = Decoding(backbone)
+    for i in ids.keys() - set(at_once):
+        decoding.add(i, asked[i], ids[i])
+    while decoding:
+        for i, answer in decoding.step().items():
+            answers[i] = answer
     return answers
 
 
-def _decode(
-    backbone: Backbone,
-    asked: Sequence[Asked],
-    decoding: dict[int, Generator[torch.Tensor, torch.Tensor, Acted]],
-    ids: dict[int, str],
-) -> dict[int, Answer]:
-    """Answers of those who decode token by token: one forward for the next token of all."""
-    answers: dict[int, Answer] = {}
-    pasts = {i: Past() for i in decoding}
-    hidden: dict[int, torch.Tensor | None] = dict.fromkeys(decoding)  # at the whole suffix so far
-    while hidden:
-        new: dict[int, torch.Tensor] = {}
-        for i, seen in hidden.items():
+@dataclass(eq=False)
+class _Decoded:
+    """A request on its way, token by token."""
+
+    ask: Asked
+    feature_id: str
+    decoding: Generator[torch.Tensor, torch.Tensor, Acted]
+    past: Past = field(default_factory=Past)
+    hidden: torch.Tensor | None = None  # at the whole suffix so far
+    spent: float = 0.0
+
+
+class Decoding(Generic[Key]):
+    """Requests that are answered token by token, in no group: every step is one forward for the next token of all of them.
+
+    Between two steps others have their turn, so that a long answer delays nobody by more than a token.
+    """
+
+    def __init__(self, backbone: Backbone) -> None:
+        self._backbone = backbone
+        self._rows: dict[Key, _Decoded] = {}
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def add(self, key: Key, ask: Asked, feature_id: str = "") -> None:
+        """Begin a request."""
+        self._rows[key] = _Decoded(ask, feature_id, ask.slot.decode(ask.state, seed=ask.seed))
+
+    @torch.no_grad()
+    def step(self) -> dict[Key, Answer]:
+        """The next token of all; answers of those who have their last."""
+        ended: dict[Key, Answer] = {}
+        looks: dict[Key, Look] = {}
+        began, before = time.perf_counter(), {key: row.spent for key, row in self._rows.items()}
+        for key, row in self._rows.items():
+            started = time.perf_counter()
             try:
-                suffix = decoding[i].send(seen)  # pyright: ignore[reportArgumentType] - a generator starts with None
-                new[i] = suffix[0 if seen is None else len(seen) :]
+                suffix = row.decoding.send(row.hidden)  # pyright: ignore[reportArgumentType] - a generator starts with None
+                looks[key] = row.ask.look(suffix[0 if row.hidden is None else len(row.hidden) :], row.past)
             except StopIteration as done:
-                answers[i] = Answer(ids[i], done.value)
+                ended[key] = Answer(row.feature_id, done.value)
             except NexusError as error:
-                answers[i] = Answer(ids[i], error=error)
-        features = backbone.encode([asked[i].look(suffix, pasts[i]) for i, suffix in new.items()])
-        ends = {i: feature.hidden[feature.length :].float() for i, feature in zip(new, features, strict=True)}
-        hidden = {i: end if (seen := hidden[i]) is None else torch.cat([seen, end]) for i, end in ends.items()}
-    return answers
+                ended[key] = Answer(row.feature_id, error=error)
+            except Exception:  # a head's own fault: the others go on
+                log.exception("a request cannot be decoded", tenant=row.ask.tenant, policy=row.ask.slot.version)
+                said = f"policy {row.ask.slot.version}: fails on this request; the provider's log has the reason"
+                ended[key] = Answer(row.feature_id, error=NexusError(said))
+            row.spent += time.perf_counter() - started
+        self._forward(looks)
+        self._charge(time.perf_counter() - began, before)
+        return {key: replace(answer, device_s=self._rows.pop(key).spent) for key, answer in ended.items()}
+
+    def drop(self, key: Key) -> float:
+        """Nobody waits for it any more; the seconds it has taken."""
+        row = self._rows.pop(key, None)
+        return row.spent if row is not None else 0.0
+
+    def clear(self) -> dict[Key, float]:
+        """Give all of them up; the seconds that each has taken."""
+        spent = {key: row.spent for key, row in self._rows.items()}
+        self._rows.clear()
+        return spent
+
+    def owe(self, keys: Sequence[Key], seconds: float) -> None:
+        """What it took to begin these, in equal parts."""
+        for key in keys:
+            self._rows[key].spent += seconds / len(keys)
+
+    def _charge(self, whole: float, before: dict[Key, float]) -> None:
+        """All of a step's measured seconds, in the proportion of what each is known to have taken."""
+        shares = split(whole, [self._rows[key].spent - spent for key, spent in before.items()])
+        for (key, spent), share in zip(before.items(), shares, strict=True):
+            self._rows[key].spent = spent + share
+
+    def _forward(self, looks: dict[Key, Look]) -> None:
+        started = time.perf_counter()
+        features = self._backbone.encode(list(looks.values()))
+        taken, tokens = time.perf_counter() - started, sum(len(feature.hidden) for feature in features)
+        for key, feature in zip(looks, features, strict=True):
+            row = self._rows[key]
+            end = feature.hidden[feature.length :].float()
+            row.hidden = end if row.hidden is None else torch.cat([row.hidden, end])
+            row.spent += taken * len(feature.hidden) / tokens
+
+
+def charged(answers: Sequence[Answer], whole: float) -> list[Answer]:
+    """The answers of a group with shares that add up to its measured seconds, decoding of pictures and all."""
+    shares = split(whole, [answer.device_s for answer in answers])
+    return [replace(answer, device_s=share) for answer, share in zip(answers, shares, strict=True)]
 
 
 def _answer(feature_id: str, act: Callable[[], Acted]) -> Answer:

@@ -11,6 +11,7 @@ from typing import Any
 
 from nexus_bus.errors import BadJob, NotFound
 from nexus_bus.models.tensorfile import HEADER_LIMIT
+from nexus_bus.nearest import nearest
 
 SHIPPED = {"nexus-nano": Path(__file__).parent / "nano"}
 QUERY_TOKENS = 8  # appended to every prompt of a backbone that does not say otherwise
@@ -195,7 +196,7 @@ def describe_backbone(base: str) -> BackboneInfo:
         facts = _pair(path, extra) if extra.get("kind") == PAIR else _checkpoint(base, path, extra)
         info = BackboneInfo(
             path=path,
-            name=base if base in SHIPPED else str(extra.get("name", path.name)),
+            name=str(extra.get("name", path.name)) if (Path(base) / "config.json").is_file() else base,
             query_tokens=int(extra.get("query_tokens", QUERY_TOKENS)),
             query_token=str(extra.get("query_token", "")),
             prompt=str(extra.get("prompt", "{instruction}")),
@@ -251,9 +252,21 @@ def check_targets(info: BackboneInfo, targets: Sequence[str]) -> None:
     """
     if info.targets and (odd := [target for target in targets if target not in info.targets]):
         raise BadJob(
-            f"lora.targets: no layer of the language model of {info.name!r} is called {odd[0][:80]!r}; there are"
-            f" {', '.join(info.targets)}"
+            f"lora.targets: no layer of the language model of {info.name!r} is called {odd[0][:80]!r}"
+            f"{nearest(odd[0][:80], info.targets)}"
         )
+
+
+def require_weights(info: BackboneInfo) -> None:
+    """Whether its weights are there in the one format that is read: others would be unpickled.
+
+    Raises:
+        BadJob: they are not, which would otherwise be found out by every worker, over and over.
+    """
+    places = pair_paths(info.path, info.options) if info.model_type == PAIR else (info.path,)
+    for place in places:
+        if not any(place.glob("*.safetensors")):
+            raise BadJob(f"base: {info.name!r} has no weights as *.safetensors in {place}")
 
 
 def _checkpoint(base: str, path: Path, extra: Config) -> dict[str, Any]:
@@ -290,6 +303,8 @@ def _pair(path: Path, extra: Config) -> dict[str, Any]:
     places = pair_paths(path, extra)
     halves: list[dict[str, Any]] = []
     for name, place, served in zip(("vision", "text"), places, (PAIR_VISIONS, PAIR_TEXTS), strict=True):
+        if not (place / "config.json").is_file():
+            raise BadJob(f"base: nexus.json, {name}: there is no model in {place}")
         config = json.loads((place / "config.json").read_text())
         if config["model_type"] not in served:
             raise BadJob(f"base: nexus.json, {name}: {place} is a {config['model_type']!r}; served are {', '.join(served)}")

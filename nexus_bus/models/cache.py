@@ -114,17 +114,18 @@ class EncodeStats:
     hits: int  # of the different ones, found in the cache
     forward_s: float  # time of the forwards, image preparation included
     groups: int  # forwards
-    forwarded: Mapping[Key, int]  # rows that each (scope, id) cost in the forward, so that its time can be shared out
+    forwarded: Mapping[Key, int]  # rows that each (scope, id) cost in the forward
+    tokens: Mapping[Key, int]  # … and their tokens, by which its time is shared out
 
     def share(self, own: Mapping[Key, int], everybody: Mapping[Key, int]) -> float:
-        """Seconds of the forward that one asker owes, by rows; a row that several asked for is split among them.
+        """Seconds of the forward that one asker owes, by tokens; a row that several asked for is split among them.
 
         Args:
             own: how often the asker asked for each key.
             everybody: how often all askers together did.
         """
-        rows = sum(self.forwarded.get(key, 0) * count / everybody[key] for key, count in own.items())
-        return self.forward_s * rows / sum(self.forwarded.values()) if rows else 0.0
+        tokens = sum(self.tokens.get(key, 0) * count / everybody[key] for key, count in own.items())
+        return self.forward_s * tokens / sum(self.tokens.values()) if tokens else 0.0
 
 
 def encode_cached(
@@ -164,6 +165,9 @@ def encode_cached(
         for place in missing:
             if isinstance(place, tuple):
                 cache.put(place[0], found[place])
+    tokens = Counter[Key]()
+    for place, i in missing.items():
+        tokens[looks[i].scope, ids[i]] += len(found[place].hidden)
     stats = EncodeStats(
         total=len(looks),
         unique=len(found),
@@ -171,5 +175,6 @@ def encode_cached(
         forward_s=forward_s,
         groups=-(-len(missing) // backbone.tile),
         forwarded=Counter((looks[i].scope, ids[i]) for i in missing.values()),
+        tokens=tokens,
     )
     return [found[place] for place in places], stats

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from nexus_bus.errors import BadJob
+from nexus_bus.nearest import nearest
 from schemas.job import HeadSpec, Scalar
 
 GROUP = "nexus_bus.heads"
@@ -108,7 +109,7 @@ def head_class(name: str) -> Any:
     """
     points = installed()
     if name not in points:
-        raise BadJob(f"head.type: {name!r} does not exist; there are {', '.join(sorted({*HEADS, *points}))}")
+        raise BadJob(f"head.type: {name!r} does not exist{nearest(name, sorted({*HEADS, *points}))}")
     from nexus_bus.models.heads.base import ActionModule
 
     try:
@@ -223,8 +224,7 @@ def fill_options(spec: HeadSpec, entry: HeadEntry) -> HeadSpec:
     for name, value in spec.options.items():
         option = entry.options.get(name)
         if option is None:
-            has = f"it has {', '.join(entry.options)}" if entry.options else "it has none"
-            raise BadJob(f"head.options.{name}: {spec.type!r} has no such option; {has}")
+            raise BadJob(f"head.options.{name}: {spec.type!r} has no such option{nearest(name, entry.options)}")
         options[name] = _checked(f"head.options.{name}", option, value)
     if spec.type in ("gr00t", "pi") and int(options["width"]) % int(options["heads"]):
         raise BadJob(f"head.options.heads: {options['heads']} does not divide the width {options['width']}")

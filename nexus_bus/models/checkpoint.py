@@ -84,9 +84,12 @@ def _places(data: bytes) -> Places:
 
 
 def training_state_bytes(slot: Slot) -> bytes:
-    """All that training goes on from, to the bit: weights of head and adapter, optimizer, generator, counters."""
+    """All that training goes on from, to the bit: weights of head and adapter, optimizer, generator, counters.
+
+    Its owner is in it: jobs that are alike to the bit must not share content that the first to go on would delete.
+    """
     tensors, counters = slot.state()
-    return _save(tensors, {"nexus": json.dumps(counters)})
+    return _save(tensors, {"nexus": json.dumps({**counters, "owner": f"{slot.tenant}/{slot.job}"})})
 
 
 def restore_training_state(slot: Slot, data: bytes) -> None:

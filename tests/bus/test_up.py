@@ -52,7 +52,7 @@ async def test_up_works_is_up_once_and_goes_down(nexus: Nexus, tmp_path: Path, e
     document.write_text('kind = "rl"\nname = "a"\nenvironment = {id = "tabletop", task = "lift"}\n')
     refused = nexus("submit", str(document))
     assert (refused.returncode, refused.stdout) == (2, "")
-    assert refused.stderr.startswith("nexus: environment.task: tabletop has no task 'lift'")
+    assert refused.stderr.startswith(f"nexus: {document}:3: environment.task: tabletop has no task 'lift'")
 
     os.kill(int((home / "nats" / "nats.pid").read_text()), signal.SIGKILL)
     await eventually(lambda: nexus("jobs").stdout == "default has no jobs; `nexus submit FILE` sends one\n", within=30)

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from nexus_bus.documents import job_spec
-from nexus_bus.errors import BadJob
+from nexus_bus.documents import job_spec, located
+from nexus_bus.errors import BadJob, NotFound
 from schemas.job import JobSpec, Ppo
 
 TOML = """
@@ -112,3 +112,14 @@ def test_a_file_that_is_not_there_or_not_text(tmp_path: Path):
 def test_a_line_is_given_only_where_it_is_sure(tmp_path: Path):
     twice = TOML + "\n[evaluation]\nsuccess = 'never'\nupdates = 1\n"
     assert ":9:" not in refusal(written(tmp_path, "a.toml", twice.replace("updates = 3", 'updates = "3"')))
+
+
+def test_a_refusal_of_the_plan_names_the_line_too(tmp_path: Path):
+    path = tmp_path / "job.toml"
+    path.write_text('kind = "rl"\nname = "a"\n\n[environment]\nid = "tabletop"\ntask = "toch"\n')
+    error = located(path, NotFound("environment.task: tabletop has no task 'toch'; did you mean 'touch'?"))
+    assert isinstance(error, NotFound)
+    assert str(error).startswith(f"{path}:6: environment.task: tabletop has no task")
+    whole = BadJob("init: no such version")
+    assert str(located(path, whole)) == f"{path}: init: no such version"
+    assert located(path, BadJob("a sentence without a field")).args == ("a sentence without a field",)

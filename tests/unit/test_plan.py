@@ -1,5 +1,6 @@
 """The compiler: what a job document becomes, and what it is refused for."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -8,13 +9,20 @@ import pytest
 from nexus_bus.documents import job_spec
 from nexus_bus.envs.catalog import describe
 from nexus_bus.errors import BadJob, NotFound, Refused
-from nexus_bus.models.bases import describe_backbone
+from nexus_bus.models.bases import SHIPPED, describe_backbone
 from nexus_bus.models.contract import build_contract
 from nexus_bus.plan import compile_plan
 from schemas.base import BlobRef
 from schemas.job import EnvironmentSpec, EvaluationSpec, HeadSpec, JobSpec, Ppo, Sft
 from schemas.plan import Plan
 from schemas.policy import PolicyVersion
+
+
+@pytest.fixture(autouse=True)
+def nothing_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heads that somebody installed beside the project are not what these tests are about."""
+    monkeypatch.setattr("nexus_bus.models.catalog.installed", dict)
+
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "ops" / "examples").glob("*.toml"))
 TABLETOP: dict[str, Any] = {"id": "tabletop", "task": "touch", "options": {"blocks": 1, "target": "red"}}
@@ -149,7 +157,7 @@ def test_notes_say_what_may_surprise():
         (SFT | {"data": {"dataset": "/etc"}}, "data.dataset: "),
         (SFT | {"algorithm": {"name": "sft", "steps": 5, "warmup_steps": 6}}, "algorithm.warmup_steps: 6 of 5"),
         (SFT | {"budget": {"wall_s": 0.0}}, "budget.wall_s: "),
-        (SFT | {"budget": {"device_s": 9.0}}, "budget.device_s: "),
+        (SFT | {"budget": {"device_s": 0.0}}, "budget.device_s: "),
     ],
 )  # fmt: skip
 def test_a_refusal_begins_with_the_field_and_says_what_exists(document: dict[str, Any], said: str):
@@ -213,3 +221,13 @@ def test_what_no_service_could_hold_is_refused(document: dict[str, Any], field: 
     said = refusal(document)
     assert said.startswith(field)
     assert len(said) < 400
+
+
+def test_a_job_takes_the_base_that_the_service_holds_and_no_other(tmp_path: Path):
+    for path in SHIPPED["nexus-nano"].iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    facts = json.loads((tmp_path / "nexus.json").read_text())
+    (tmp_path / "nexus.json").write_text(json.dumps(facts | {"name": "mine"}))
+    assert compile_plan(job_spec(SFT), "acme", None, str(tmp_path)).spec.base == str(tmp_path)
+    with pytest.raises(BadJob, match=r"base: the job asks for 'nexus-nano', this service holds .*; leave `base` out"):
+        compile_plan(job_spec(SFT | {"base": "nexus-nano"}), "acme", None, str(tmp_path))

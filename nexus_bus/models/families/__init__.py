@@ -3,7 +3,7 @@
 import torch
 
 from nexus_bus.errors import BadJob
-from nexus_bus.models.bases import PAIR, BackboneInfo
+from nexus_bus.models.bases import PAIR, BackboneInfo, require_weights
 from nexus_bus.models.families.base import Family, Hidden, Loader, Profile, Row
 from nexus_bus.models.families.padded import MANNERS, Padded
 from nexus_bus.models.families.pair import Pair
@@ -28,4 +28,5 @@ def load_family(info: BackboneInfo, device: torch.device, profile: Profile) -> F
     """
     if info.model_type not in FAMILIES:
         raise BadJob(f"base: {info.name!r} is a {info.model_type!r}; served are {', '.join(FAMILIES)}")
+    require_weights(info)
     return FAMILIES[info.model_type](info, device, profile)

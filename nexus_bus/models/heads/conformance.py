@@ -335,7 +335,11 @@ def main(name: str) -> int:
     head: str | type[ActionModule] = name
     if ":" in name:
         module, _, attribute = name.partition(":")
-        head = getattr(importlib.import_module(module), attribute)
+        try:
+            head = getattr(importlib.import_module(module), attribute)
+        except (ImportError, AttributeError) as error:
+            sys.stdout.write(f"{name}: {error}\n")
+            return 2
     torch.set_num_threads(1)  # tiny products: more threads only wait for each other
     findings = check(head)
     sys.stdout.writelines(f"{finding}\n" for finding in findings)

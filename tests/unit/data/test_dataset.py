@@ -201,7 +201,7 @@ def test_a_killed_writer_leaves_nothing_that_looks_like_a_dataset(tmp_path: Path
     os.kill(child.pid, signal.SIGKILL)
     child.wait()
     child.stdout.close()
-    with pytest.raises(NotFound, match="was it finalised"):
+    with pytest.raises(NotFound, match="nothing is fetched from a hub"):
         Dataset(tmp_path / "set")
     assert len(Dataset(write(tmp_path / "set"))) == 16  # and the next one is not in its way
 

@@ -60,7 +60,7 @@ def test_an_unknown_task_is_refused_with_those_that_exist() -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"block": 1}, r"options\.block: tabletop has no such option; there are blocks, target"),
+        ({"block": 1}, r"options\.block: tabletop has no such option; did you mean 'blocks'\? There are blocks, target"),
         ({"blocks": "1"}, r"options\.blocks: expected int, got str"),
         ({"blocks": True}, r"options\.blocks: expected int, got bool"),
         ({"blocks": 5}, r"options\.blocks: 5 is outside \[1, 4\]"),

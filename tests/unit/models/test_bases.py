@@ -8,7 +8,17 @@ from typing import Any
 import pytest
 
 from nexus_bus.errors import BadJob
-from nexus_bus.models.bases import DEFAULTS, KINDS, PAIR, BackboneInfo, check_backbone, check_targets, describe_backbone
+from nexus_bus.models.bases import (
+    DEFAULTS,
+    KINDS,
+    PAIR,
+    BackboneInfo,
+    check_backbone,
+    check_targets,
+    describe_backbone,
+    require_weights,
+    resolve_base,
+)
 
 # As such checkpoints lie on the hub: what equals a default is left out, and older ones have a flat text half.
 FILES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -191,3 +201,12 @@ def test_a_pair_has_one_layer_and_no_adapters():
         check_backbone(info, tier="lora", layers=(-1,), cameras=1, suffix=0)
     with pytest.raises(BadJob, match=r"reads layer 1; .* has -1 alone"):
         check_backbone(info, tier="frozen", layers=(1,), cameras=1, suffix=0)
+
+
+def test_weights_in_another_format_are_refused_before_anything_runs(tmp_path: Path):
+    for path in resolve_base("nexus-nano").iterdir():
+        if path.suffix != ".safetensors":
+            (tmp_path / path.name).write_bytes(path.read_bytes())
+    (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x04")
+    with pytest.raises(BadJob, match=r"has no weights as \*\.safetensors in"):
+        require_weights(describe_backbone(str(tmp_path)))

@@ -13,6 +13,12 @@ from nexus_bus.models.catalog import HEADS, check_head, check_size, head_weights
 from schemas.job import HeadSpec
 
 
+@pytest.fixture(autouse=True)
+def nothing_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heads that somebody installed beside the project are not what these tests are about."""
+    monkeypatch.setattr("nexus_bus.models.catalog.installed", dict)
+
+
 def test_the_catalogue_needs_no_torch():
     code = (
         "import sys\n"
@@ -54,7 +60,7 @@ def test_defaults_are_filled_in():
     ("spec", "says"),
     [
         (HeadSpec(type="diffusion"), "head.type: 'diffusion' does not exist; there are fast, gr00t, oft, pi"),
-        (HeadSpec(options={"depth": 3}), "head.options.depth: 'oft' has no such option; it has width, blocks"),
+        (HeadSpec(options={"depth": 3}), "head.options.depth: 'oft' has no such option; did you mean 'width'"),
         (HeadSpec(options={"blocks": "two"}), "head.options.blocks: 'two' is not a whole number"),
         (HeadSpec(options={"blocks": True}), "head.options.blocks: True is not a whole number"),
         (HeadSpec(options={"blocks": 99}), r"head.options.blocks: 99 is outside \[1, 16\]"),

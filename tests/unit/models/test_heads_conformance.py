@@ -182,10 +182,10 @@ def test_an_installed_head_is_known_by_name_and_imported_when_asked_for(packages
 @pytest.mark.parametrize(
     ("spec", "says"),
     [
-        (HeadSpec(type="median"), "'median' does not exist; there are fast, gone, gr00t, mean, odd, oft, pi"),
+        (HeadSpec(type="median"), "'median' does not exist; did you mean 'mean'\\? There are fast, gone, gr00t, mean"),
         (HeadSpec(type="gone"), "'gone': its package's 'mean_head:Gone' cannot be imported: AttributeError"),
         (HeadSpec(type="odd"), "'odd': its package's 'mean_head:masked_mean' is no class derived from ActionModule"),
-        (HeadSpec(type="mean", options={"depth": 3}), "head.options.depth: 'mean' has no such option; it has width"),
+        (HeadSpec(type="mean", options={"depth": 3}), "head.options.depth: 'mean' has no such option; did you mean 'width'"),
         (HeadSpec(type="mean", options={"width": 4}), r"head.options.width: 4 is outside \[8, 4096\]"),
     ],
 )

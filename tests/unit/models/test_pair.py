@@ -128,7 +128,7 @@ def test_what_a_pair_cannot_do_is_refused(tmp_path: Path, pair: Backbone):
     options = json.loads((tmp_path / "nexus.json").read_text())
     for change, says in (
         ({"vision": "reader"}, r"nexus.json, vision: .*reader is a 'bert'; served are dinov2"),
-        ({"text": "nowhere"}, "no readable config.json"),
+        ({"text": "nowhere"}, "there is no model in"),
         ({"image_size": 60}, "image_size 60 in nexus.json is no multiple of 14 pixels"),
         ({"view_width": 16}, "view_width"),
     ):

@@ -1,0 +1,46 @@
+"""Rounds by device time: what is charged decides who is served, and what one key has on its way is bounded."""
+
+from collections import Counter
+from typing import Any
+
+from nexus_bus.bus import Bus, Rounds, inference_durable
+from tests.bus.test_queues import ask_many
+
+
+async def test_device_time_decides_not_the_number_of_requests(bus: Bus, eventually: Any) -> None:
+    rounds, costs = Rounds(), {"dear": 0.04, "cheap": 0.01}
+    for tenant in costs:
+        rounds.add(tenant, puller := await bus.pull(inference_durable(tenant), batch=128))
+        await ask_many(bus, tenant, 250)
+        await eventually(lambda puller=puller: puller.waiting >= 100)
+    served: list[str] = []
+    for _ in range(25):
+        for delivery in await rounds.take(8, wait=5):
+            served.append(delivery.tenant)
+            rounds.charge(delivery, costs[delivery.tenant])
+            await delivery.ack()
+    late = Counter(served[40:])  # once the costs are known
+    assert 3 <= late["cheap"] / late["dear"] <= 5
+    await rounds.stop()
+
+
+async def test_what_is_on_its_way_is_bounded_until_it_is_charged(bus: Bus) -> None:
+    rounds = Rounds()
+    for tenant in ("loud", "quiet"):
+        rounds.add(tenant, await bus.pull(inference_durable(tenant), batch=10, counted=True))
+    await ask_many(bus, "loud", 40)
+    held = []
+    while found := await rounds.take(32, wait=1.0):
+        held += found
+    assert len(held) == 10
+    await ask_many(bus, "quiet", 3)
+    assert {delivery.tenant for delivery in await rounds.take(32, wait=5)} == {"quiet"}
+    for delivery in held[:4]:
+        rounds.charge(delivery, 0.01)
+        rounds.charge(delivery)  # says nothing new
+        await delivery.ack()
+    more = []
+    while found := await rounds.take(32, wait=1.0):
+        more += found
+    assert Counter(delivery.tenant for delivery in more)["loud"] == 4
+    await rounds.stop()

@@ -1,0 +1,174 @@
+"""`nexus usage`, `audit`, `pause`, `resume` and the line of `jobs`, on a real server with a master."""
+
+import asyncio
+import csv
+import io
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import structlog
+
+from nexus_bus.bus import Bus, EmbeddedServer
+from nexus_bus.cli import main
+from nexus_bus.clock import now
+from nexus_bus.config import MasterConfig
+from nexus_bus.worker import Context, Pulse
+from schemas.usage import Usage
+from workers.master import DURABLE, Master
+
+Run = Callable[..., Awaitable[tuple[int, str, str]]]
+DOCUMENT = """
+kind = "sft"
+name = "{name}"
+environment = {{ id = "tabletop", task = "touch" }}
+data = {{ expert = {{ episodes = 5 }} }}
+"""
+
+
+@pytest.fixture
+async def nexus(
+    server: EmbeddedServer, bus: Bus, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> AsyncIterator[Run]:
+    """`await nexus("usage")`: exit code, what was printed, what was said about errors. A master lets one job run."""
+    monkeypatch.setenv("NEXUS_URL", server.url)
+    monkeypatch.setenv("NEXUS_TENANT", "acme")
+    monkeypatch.delenv("NEXUS_CONFIG", raising=False)
+    monkeypatch.setattr("nexus_bus.logs.start", lambda *_: None)  # logging is the process's, and other tests are in it
+    settings, log = MasterConfig(max_jobs=1, max_queued=2), cast(Any, structlog.get_logger())
+    context = Context("master", "master-0", bus, settings, asyncio.Event(), Pulse(), log, "host")
+    serving = asyncio.create_task(bus.consume(DURABLE, Master(context).handle, stop=context.stop))
+
+    async def run(*words: object) -> tuple[int, str, str]:
+        code = await asyncio.to_thread(main, [str(word) for word in words])
+        said = capsys.readouterr()
+        return code, said.out, said.err
+
+    yield run
+    context.stop.set()
+    await serving
+
+
+@pytest.fixture
+async def used(bus: Bus) -> None:
+    """What two tenants and the provider have on record."""
+    for tenant, job, kind, seconds in [
+        ("acme", "pick", "training", 10.0),
+        ("acme", "pick", "inference", 2.0),
+        ("globex", "place", "training", 4.0),
+        ("provider", "idle", "training", 84.0),
+    ]:
+        entry = Usage(tenant=tenant, job=job, worker="w", kind=cast(Any, kind), device_s=seconds, requests=1, time=now())
+        await bus.publish("usage", entry, msg_id=f"{tenant}/{job}/{kind}", tenant=tenant, job=job)
+
+
+async def submit(nexus: Run, directory: Path, name: str) -> tuple[int, str, str]:
+    path = directory / f"{name}.toml"
+    path.write_text(DOCUMENT.format(name=name))
+    return await nexus("submit", path)
+
+
+async def test_a_tenant_sees_its_own_use_as_a_table_json_or_csv(nexus: Run, used: None) -> None:
+    code, table, _ = await nexus("usage")
+    assert code == 0
+    assert [line.split()[:4] for line in table.splitlines()[1:]] == [
+        ["acme", "pick", "inference", "2.00"],
+        ["acme", "pick", "training", "10.00"],
+    ]
+    rows = json.loads((await nexus("usage", "--by", "job", "--format", "json"))[1])
+    assert [(row["job"], row["device_s"]) for row in rows] == [("pick", 12.0)]
+    assert rows == json.loads((await nexus("usage", "pick", "--by", "job", "--json"))[1])
+    lines = list(csv.DictReader(io.StringIO((await nexus("usage", "--all", "--by", "tenant", "--format", "csv"))[1])))
+    assert [(line["tenant"], float(line["device_s"])) for line in lines] == [("acme", 12), ("globex", 4), ("provider", 84)]
+    assert "cost" not in lines[0]
+
+
+async def test_prices_make_a_column_of_money(nexus: Run, used: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "nexus.toml"
+    file.write_text('[prices]\ncurrency = "EUR"\ndevice_s = 0.5\n')
+    monkeypatch.setenv("NEXUS_CONFIG", str(file))
+    rows = json.loads((await nexus("usage", "--all", "--by", "tenant", "--json"))[1])
+    assert [(row["tenant"], row["cost"], row["currency"]) for row in rows] == [
+        ("acme", 6.0, "EUR"),
+        ("globex", 2.0, "EUR"),
+        ("provider", 0.0, "EUR"),
+    ]
+    table = (await nexus("usage", "--all", "--by", "tenant"))[1].splitlines()
+    assert table[0].split()[-1] == "EUR"
+    assert table[-1].split() == ["total", "8.0000"]
+
+
+async def test_days_that_are_over_are_left_out(nexus: Run, used: None) -> None:
+    assert json.loads((await nexus("usage", "--since", "2999-01-01", "--json"))[1]) == []
+    assert len(json.loads((await nexus("usage", "--by", "day", "--since", "2020-01-01", "--json"))[1])) >= 1
+
+
+async def test_a_dimension_that_is_none_is_refused_with_those_that_are(nexus: Run) -> None:
+    code, _, said = await nexus("usage", "--by", "tenant,week")
+    assert code == 2
+    assert "'week'" in said
+    assert "tenant,job,kind,day" in said
+    assert (await nexus("usage", "--by", "job,job"))[0] == 2
+    assert (await nexus("usage", "--since", "yesterday"))[0] == 2
+
+
+async def test_jobs_beyond_the_limit_wait_in_line_and_beyond_that_are_refused(nexus: Run, tmp_path: Path) -> None:
+    assert [(await submit(nexus, tmp_path, name))[0] for name in ("a", "b", "c")] == [0, 0, 0]
+    code, _, said = await submit(nexus, tmp_path, "d")
+    assert code == 2
+    assert "max_queued: 2 jobs of yours wait already, at most 2 may" in said
+    jobs = {job["plan"]["spec"]["name"]: job for job in json.loads((await nexus("jobs", "--json"))[1])}
+    assert {name: (job["phase"], job["queued"]) for name, job in jobs.items()} == {
+        "a": ("data", 0),
+        "b": ("waiting", 1),
+        "c": ("waiting", 2),
+    }
+    assert jobs["c"]["reason"].startswith("max_jobs: 1 jobs of yours run, as many as may at once; place 2 in the line")
+    await nexus("cancel", "a")
+    while json.loads((await nexus("jobs", "--json"))[1])[1]["phase"] == "waiting":
+        await asyncio.sleep(0.02)
+    assert "place 2 in the line; now at 1" in (await nexus("jobs"))[1]
+
+
+async def test_a_paused_job_gives_its_place_away_and_takes_one_again(nexus: Run, tmp_path: Path) -> None:
+    await submit(nexus, tmp_path, "a")
+    code, said, _ = await nexus("pause", "a", "--reason", "lunch")
+    assert (code, said) == (0, "a is paused: lunch\n")
+    await submit(nexus, tmp_path, "b")
+    code, _, said = await nexus("resume", "a")
+    assert code == 2
+    assert "max_jobs: 1" in said
+    await nexus("pause", "b")
+    assert (await nexus("resume", "a"))[:2] == (0, "a goes on with data\n")
+    assert (await nexus("resume", "a"))[0] == 2, "it does not rest any more"
+    assert (await nexus("pause", "nobody"))[0] == 2
+
+
+async def test_every_decision_is_on_record(nexus: Run, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        await submit(nexus, tmp_path, name)
+    await submit(nexus, tmp_path, "a")
+    await nexus("pause", "a", "--reason", "lunch")
+    await nexus("resume", "a")
+    await nexus("cancel", "b", "--reason", "enough")
+    while "cancelled" not in (await nexus("audit", "--job", "b"))[1]:
+        await asyncio.sleep(0.02)
+    entries = json.loads((await nexus("audit", "--json"))[1])
+    decided = [(entry["action"], entry["job"], entry["outcome"]) for entry in entries]
+    assert decided == [
+        ("submit", "a", "accepted"),
+        ("submit", "b", "accepted"),
+        ("submit", "b", "queued"),
+        ("submit", "a", "refused"),
+        ("pause", "a", "ok"),
+        ("resume", "a", "ok"),
+        ("cancelled", "b", "ok"),
+    ]
+    assert {entry["tenant"] for entry in entries} == {"acme"}
+    assert entries[-1]["detail"] == "enough"
+    assert [entry["job"] for entry in json.loads((await nexus("audit", "--job", "b", "--json"))[1])] == ["b"] * 3
+    assert json.loads((await nexus("audit", "--tenant", "globex", "--json"))[1]) == []
+    assert json.loads((await nexus("audit", "--since", "2999-01-01", "--json"))[1]) == []
+    assert len((await nexus("audit", "--all"))[1].splitlines()) == 1 + len(entries)
