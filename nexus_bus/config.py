@@ -37,10 +37,14 @@ def home() -> Path:
     return Path(os.environ.get(HOME, ".nexus")).expanduser().resolve()
 
 
+def started() -> bool:
+    """Whether `nexus up` has a server in this home."""
+    return (home() / "url").is_file()
+
+
 def default_url() -> str:
     """The server that `nexus up` started in this home, else the port that NATS is known for."""
-    kept = home() / "url"
-    return kept.read_text().strip() if kept.is_file() else FALLBACK
+    return (home() / "url").read_text().strip() if started() else FALLBACK
 
 
 class Common(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -205,7 +205,7 @@ class Seat:
             device_s=(before.device_s if before else 0.0) + result.device_s,
             records=(before.records if before else 0) + len(self.current),
             steps=(before.steps if before else 0) + (learned.steps if learned is not None else 0),
-            group_sum=(before.group_sum if before else 0) + tenants,
+            group_sum=(before.group_sum if before else 0) + tenants * len(self.current),
             time=now(),
         )
         self.lag_sum += self._lag

@@ -54,7 +54,7 @@ def connect(url: str, tenant: str) -> Any:
     """A client, as an async context manager."""
     from nexus_bus.client import Client
 
-    if url == config.FALLBACK == default_url() and "NEXUS_URL" not in os.environ:
+    if url == config.FALLBACK and "NEXUS_URL" not in os.environ and not config.started():
         click.echo(f"no server was started in {config.home()}: asking {url}", err=True)
     return _Connected(functools.partial(Client.connect, url, tenant, timeout=CONNECT_S))
 

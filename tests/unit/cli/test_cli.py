@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from nexus_bus.cli import COMMANDS, main
+from nexus_bus.cli.options import connect
+from nexus_bus.config import FALLBACK
 
 HEAVY = (
     "torch",
@@ -174,3 +176,16 @@ def test_doctor_reports_as_json(capsys: pytest.CaptureFixture[str]):
     checks = {check["name"]: check for check in json.loads(capsys.readouterr().out)}
     assert checks["python"]["ok"]
     assert code == (0 if all(check["ok"] for check in checks.values() if check["needed"]) else 1)
+
+
+def test_asking_a_server_that_was_not_started_here_is_said(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setenv("NEXUS_HOME", str(tmp_path))
+    monkeypatch.delenv("NEXUS_URL", raising=False)
+    connect(FALLBACK, "acme")
+    assert f"no server was started in {tmp_path}: asking {FALLBACK}" in capsys.readouterr().err
+    connect("nats://127.0.0.1:9", "acme")
+    (tmp_path / "url").write_text(FALLBACK)
+    connect(FALLBACK, "acme")
+    assert capsys.readouterr().err == ""

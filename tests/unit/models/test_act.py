@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import torch
 
 from nexus_bus.errors import BadMessage
 from nexus_bus.models.act import Asked, act_group
@@ -11,7 +12,7 @@ from nexus_bus.models.contract import build_contract
 from nexus_bus.models.heads import FeatureShape
 from nexus_bus.models.prompt import Prompt
 from nexus_bus.models.slots import PolicySlot, build_module
-from schemas.job import HeadSpec
+from schemas.job import HeadSpec, LoraSpec
 from schemas.policy import ActionSpec, ObservationSpec
 
 
@@ -58,3 +59,33 @@ def test_one_bad_request_is_refused_alone(backbone: Backbone, policies: list[Pol
     assert isinstance(answers[2].error, BadMessage)
     assert answers[1].acted is not None
     assert act_group(backbone, None, []) == []
+
+
+def test_two_tenants_with_one_version_name_are_answered_by_their_own_adapters(backbone: Backbone):
+    """A known fault of servers of many adapters: the live request of one is answered with another's, or with the base."""
+    lora = LoraSpec(rank=2)
+    contract = build_contract(
+        backbone=backbone.info,
+        head=HeadSpec(horizon=4),
+        action=ActionSpec(size=2, low=[-1.0] * 2, high=[1.0] * 2),
+        observation=ObservationSpec(cameras={"front": (96, 96, 3)}, state_size=3),
+        lora=lora,
+    )
+    slots = []
+    for seed in (1, 2):
+        adapter = backbone.adapter(lora, seed)
+        for up in adapter.up:
+            up.data.normal_(std=0.2, generator=torch.Generator().manual_seed(seed))
+        slots.append(PolicySlot.load("pick@3", contract, build_module(contract, FeatureShape(128, 4), seed=7), adapter))
+    picture = np.random.default_rng(0).integers(0, 256, (96, 96, 3), dtype=np.uint8)
+    asked = [
+        Asked(f"t{i % 2}", slots[i % 2], Prompt([picture], "touch the block"), np.zeros(3, np.float32), greedy=True, seed=0)
+        for i in range(6)
+    ]
+    cache = FeatureCache()
+    for _ in range(2):
+        answers = [answer.acted.actions for answer in act_group(backbone, cache, asked) if answer.acted is not None]
+        assert len(answers) == 6
+        for i, actions in enumerate(answers):
+            assert np.array_equal(actions, answers[i % 2]), "the same tenant, the same answer"
+        assert not np.array_equal(answers[0], answers[1]), "and never the other's"
