@@ -87,6 +87,7 @@ def compile_plan(spec: JobSpec, tenant: str, init: PolicyVersion | JobSpec | Non
         observation=observation,
         max_steps=environment.max_steps if environment else 1,
         execute=execute,
+        latency_ms=spec.latency_ms,
         instructions=environment.instructions if environment else [],
         batches=batches,
         estimates=_estimates(parts, execute, batches),

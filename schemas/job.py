@@ -131,6 +131,7 @@ class JobSpec(Document, frozen=True, kw_only=True):
     algorithm: Sft | Ppo | None = None  # defaults by kind
     budget: Budget = Budget()
     evaluation: EvaluationSpec | None = None
+    latency_ms: Annotated[float, Meta(gt=0, le=10_000)] = 20.0  # no request of this job waits longer for its group to fill
     retention: RetentionSpec | None = None  # unset: its defaults
     seed: Seed = 0
 

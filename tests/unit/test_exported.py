@@ -213,6 +213,7 @@ def test_weights_that_cannot_serve_are_refused_though_their_hash_is_right(
 
 def test_a_contract_laid_out_differently_is_the_same_contract(tmp_path: Path):
     write(tmp_path / "mine", made())
+    before = read(tmp_path / "mine").contract
     path = tmp_path / "mine" / CONTRACT
     path.write_text(json.dumps(dict(reversed(json.loads(path.read_bytes()).items())), indent=7))
-    read(tmp_path / "mine")
+    assert read(tmp_path / "mine").contract == before

@@ -223,6 +223,12 @@ def test_what_no_service_could_hold_is_refused(document: dict[str, Any], field: 
     assert len(said) < 400
 
 
+def test_the_latency_that_a_job_asks_for_is_the_plans():
+    assert compile_plan(job_spec(SFT | {"latency_ms": 5}), "acme").latency_ms == 5
+    with pytest.raises(BadJob, match="latency_ms"):
+        job_spec(SFT | {"latency_ms": 0})
+
+
 def test_a_job_takes_the_base_that_the_service_holds_and_no_other(tmp_path: Path):
     for path in SHIPPED["nexus-nano"].iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())

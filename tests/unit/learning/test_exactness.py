@@ -12,10 +12,14 @@ import pytest
 import torch
 
 from nexus_bus.learning.algorithms import Ppo, PpoWork, Sft, SftWork
+from nexus_bus.learning.canary import TOLERANCE as FEATURES
+from nexus_bus.learning.canary import difference
 from nexus_bus.learning.group import GroupTrainer, Member
 from nexus_bus.models.act import Asked, act_group
 from nexus_bus.models.backbone import Backbone
 from nexus_bus.models.cache import FeatureCache
+from nexus_bus.models.canary import TOLERANCE as ACTIONS
+from nexus_bus.models.canary import gap
 from nexus_bus.models.checkpoint import training_state_bytes
 from nexus_bus.models.prompt import Prompt
 from nexus_bus.models.slots import PolicySlot, Slot, build_module
@@ -156,3 +160,17 @@ def test_the_fast_profile_stays_within_its_tolerance(make: Any):
     for i in range(7):
         for (ours, _), (theirs, _) in zip(together[i][0], train(quick, make, [i], 3, None)[i][0], strict=True):
             assert ours == pytest.approx(theirs, rel=FAST_LOSS), MATRIX[i]
+
+
+def test_features_and_actions_of_the_fast_profile_stay_within_theirs(make: Any):
+    quick = Backbone.load("nexus-nano", device="cpu", profile="fast")
+    requests = [request for request in asked(quick, make) if not request.slot.module.needs.decodes]
+    looks = [request.look() for request in requests]
+    with torch.no_grad():
+        for look, feature in zip(looks, quick.encode(looks), strict=True):
+            assert difference(quick.encode([look])[0].hidden, feature.hidden) <= FEATURES["fast"]
+    for request, answer in zip(requests, act_group(quick, None, requests), strict=True):
+        alone = act_group(quick, None, [request])[0].acted
+        assert answer.acted is not None
+        assert alone is not None
+        assert gap(answer.acted, alone, "fast") <= ACTIONS["fast"]
