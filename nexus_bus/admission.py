@@ -1,23 +1,60 @@
-"""Who may begin: of each tenant so many jobs at once, the others wait in line. The master's; all but `Roster` is pure."""
+"""Who may begin: of each tenant so many jobs at once, the others wait in line. The master's; all but `Roster` is pure.
+
+The line goes by priority, then by age. Before it stand the jobs that a limit of the tenant lets rest, since they held a place
+already. Whoever is stopped by something that does not concern those behind it, such as a training job where all slots are
+taken, lets them pass.
+"""
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
+from typing import NamedTuple
 
 from nexus_bus import registry
 from nexus_bus.bus import Bus
-from schemas.plan import TERMINAL, JobState
+from schemas.plan import TERMINAL, JobState, Limit
 
 Jobs = Mapping[str, JobState]  # of one tenant, by name
+
+TOLD = 64  # jobs of a tenant that are told at once what they wait for now: a long line must not hold up the other tenants
+
+
+@dataclass(frozen=True)
+class Bar:
+    """Why a tenant's jobs may not run for now."""
+
+    limit: Limit
+    why: str  # a sentence for a person, that begins with the limit
+    training: bool = False  # eval jobs may all the same
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Of one tenant."""
+    """What holds for one tenant at this moment."""
 
     jobs: int  # that run at once; those that rest count for nothing
     queued: int  # that wait
+    slots: int | None = None  # training jobs that run at once; None: as many as jobs
+    bars: tuple[Bar, ...] = ()
+    closed: str = ""  # why no new job is taken
+    sure: bool = True  # False while what was used is still being counted: nothing begins meanwhile
+    jobs_by: str = "max_jobs"  # who says so: the service's setting, or the tenant's own limit
+    queued_by: str = "max_queued"
+
+    def bar(self, state: JobState) -> Bar | None:
+        """What stops this job, whoever else runs."""
+        return next((bar for bar in self.bars if trains(state) or not bar.training), None)
+
+
+class Verdict(NamedTuple):
+    """Whether a job may run."""
+
+    limit: Limit = ""  # that stops it; "": it may
+    why: str = ""
+    place: int = 0  # in the line; 0: it rests, or may run
+    turn: int = 0  # among those that wait for the same
 
 
 def running(jobs: Iterable[JobState]) -> int:
@@ -25,46 +62,125 @@ def running(jobs: Iterable[JobState]) -> int:
     return sum(state.phase not in TERMINAL and state.phase not in ("waiting", "paused") for state in jobs)
 
 
+def trains(state: JobState) -> bool:
+    """Whether a job needs a slot, and keeps what it learns."""
+    return state.plan.spec.kind != "eval"
+
+
+def held(state: JobState) -> bool:
+    """Whether a job rests because of a limit of its tenant, and goes on by itself."""
+    return state.phase == "paused" and bool(state.limit)
+
+
+def order(state: JobState) -> tuple[int, str, str]:
+    """Sorts a tenant's own jobs: the higher priority first, then the older one."""
+    return -state.plan.spec.priority, state.submitted, state.plan.spec.name
+
+
 def line(jobs: Iterable[JobState]) -> list[str]:
     """Names of those that wait for a place, in their order; a job that waits for another one's policy stands nowhere."""
-    waiting = (state for state in jobs if state.phase == "waiting" and state.queued)
-    return [state.plan.spec.name for state in sorted(waiting, key=_order)]
+    return [state.plan.spec.name for state in sorted(filter(_waits, jobs), key=order)]
 
 
-def place(state: JobState, jobs: Jobs, limits: Limits) -> int:
-    """Where a job would stand in the line; 0: it may begin."""
-    ahead = sum(_order(jobs[name]) < _order(state) for name in line(jobs.values()) if name != state.plan.spec.name)
-    return max(0, ahead + 1 - max(0, limits.jobs - running(jobs.values())))
+def verdicts(jobs: Jobs, limits: Limits, newcomer: JobState | None = None) -> dict[str, Verdict]:
+    """Of each job that rests because of a limit or stands in line, whether it may run now; `newcomer` stands there too."""
+    candidates = {name: state for name, state in jobs.items() if held(state) or _waits(state)}
+    if newcomer is not None:
+        candidates[newcomer.plan.spec.name] = newcomer
+    room, place, turns, found = _Room(jobs, limits), 0, Counter[Limit](), dict[str, Verdict]()
+    for name, state in sorted(candidates.items(), key=lambda item: (item[1].phase != "paused", *order(item[1]))):
+        bar = room.bar(state)
+        if bar is None:
+            room.take(state)
+            found[name] = Verdict()
+            continue
+        turns[bar.limit] += 1
+        place += not held(state)
+        found[name] = Verdict(bar.limit, bar.why, 0 if held(state) else place, turns[bar.limit])
+    return found
 
 
 def next_ones(jobs: Jobs, limits: Limits) -> list[str]:
-    """Waiting jobs worth looking at: those whose turn has come, and those that wait for another job."""
+    """Jobs worth looking at: those that may run now, those that wait for something else than before, and those that wait for
+    another job.
+    """
+    found = verdicts(jobs, limits)
+    begin = [name for name, verdict in found.items() if not verdict.limit]
+    told = [name for name, verdict in found.items() if verdict.limit and verdict.limit != jobs[name].limit]
     others = [name for name, state in jobs.items() if state.phase == "waiting" and not state.queued]
-    return line(jobs.values())[: max(0, limits.jobs - running(jobs.values()))] + others
+    return begin + told[:TOLD] + others
 
 
-def estimate(at: int, jobs: Iterable[JobState], limits: Limits) -> float:
-    """Seconds until the place `at` comes to its turn, if jobs go on taking what the tenant's took; 0: nothing to go by."""
-    took = [_seconds(state.started, state.ended) for state in jobs if state.phase == "completed" and state.started]
-    return math.ceil(at / limits.jobs) * sum(took) / len(took) if took else 0.0
+def stops(state: JobState, jobs: Jobs, limits: Limits) -> str:
+    """Why a job may not run this moment, whoever stands in line; or nothing."""
+    bar = _Room(jobs, limits).bar(state)
+    if bar is None:
+        return ""
+    return f"{bar.why}; wait, or pause one" if bar.limit in ("jobs", "slots") else bar.why
 
 
 def refusal(jobs: Jobs, limits: Limits) -> str:
     """Why no further job is taken, or nothing."""
     waiting = sum(state.phase == "waiting" for state in jobs.values())
-    if waiting < limits.queued:
-        return ""
-    return f"max_queued: {waiting} jobs of yours wait already, at most {limits.queued} may; let some begin, or cancel one"
+    if limits.closed or waiting < limits.queued:
+        return limits.closed
+    by, most = limits.queued_by, limits.queued
+    return f"{by}: {waiting} jobs of yours wait already, at most {most} may; let some begin, or cancel one"
 
 
-def waits(at: int, seconds: float, limits: Limits) -> str:
+def import_refusal(limits: Limits) -> str:
+    """Why no policy is taken in, or nothing. It cannot wait in a line: what it brings lies in store already."""
+    return limits.closed or next((bar.why for bar in limits.bars if bar.limit == "stored_bytes"), "")
+
+
+def estimate(verdict: Verdict, jobs: Iterable[JobState], limits: Limits) -> float:
+    """Seconds until a job comes to its turn, if jobs go on taking what the tenant's took. 0: nothing to go by, as with a budget
+    that somebody has to raise.
+    """
+    width = {"jobs": limits.jobs, "slots": limits.slots}.get(verdict.limit)
+    like = (state for state in jobs if verdict.limit != "slots" or trains(state))
+    took = [_seconds(state.started, state.ended) for state in like if state.phase == "completed" and state.started]
+    return math.ceil(verdict.turn / width) * sum(took) / len(took) if width and took else 0.0
+
+
+def waits(verdict: Verdict, seconds: float) -> str:
     """What a person reads about a job in the line."""
     about = f", in about {seconds / 60:.0f} min" if seconds >= 90 else f", in about {seconds:.0f} s" if seconds else ""
-    return f"max_jobs: {limits.jobs} jobs of yours run, as many as may at once; place {at} in the line{about}"
+    return f"{verdict.why}; place {verdict.place} in the line{about}"
 
 
-def _order(state: JobState) -> tuple[str, str]:
-    return state.submitted, state.plan.spec.name
+def rests(why: str) -> str:
+    """What a person reads about a job that a limit of its tenant lets rest."""
+    return f"{why}; it goes on by itself once it may"
+
+
+class _Room:
+    """What is left of a tenant's places."""
+
+    def __init__(self, jobs: Jobs, limits: Limits) -> None:
+        self.limits = limits
+        self.jobs = limits.jobs - running(jobs.values())
+        self.slots = math.inf if limits.slots is None else limits.slots - running(filter(trains, jobs.values()))
+        most = "as many as may at once"
+        self.no_slot = Bar("slots", f"limits.slots: {limits.slots} training jobs of yours run, {most}")
+        self.no_place = Bar("jobs", f"{limits.jobs_by}: {limits.jobs} jobs of yours run, {most}")
+
+    def bar(self, state: JobState) -> Bar | None:
+        """What stops a job."""
+        if (bar := self.limits.bar(state)) is not None:
+            return bar
+        if trains(state) and self.slots <= 0:
+            return self.no_slot
+        return self.no_place if self.jobs <= 0 else None
+
+    def take(self, state: JobState) -> None:
+        """Give a place to a job."""
+        self.jobs -= 1
+        self.slots -= trains(state)
+
+
+def _waits(state: JobState) -> bool:
+    return state.phase == "waiting" and state.queued > 0
 
 
 def _seconds(start: str, end: str) -> float:

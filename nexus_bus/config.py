@@ -2,8 +2,8 @@
 
 Before the line: `worker.run` loads them before anything heavy is imported. Precedence: flags, environment, TOML file, default.
 In the environment NEXUS_<FIELD> is for every role that has the field, NEXUS_<ROLE>_<FIELD> for one. The file (`--config`, or
-NEXUS_CONFIG) has a table `[all]` for every role that has the field, one per role, and `[prices]` (see pricing.py). `nexus
-config ROLE` prints the result.
+NEXUS_CONFIG) has a table `[all]` for every role that has the field, one per role, `[prices]` (see pricing.py) and `[up]` for
+`nexus up` itself. `nexus config ROLE` prints the result.
 """
 
 import os
@@ -24,6 +24,10 @@ MB = 1 << 20
 
 HOME = "NEXUS_HOME"
 FILE = "NEXUS_CONFIG"
+CREDS = "NEXUS_CREDS"
+AUTHORITY = "NEXUS_AUTHORITY"
+CA = "NEXUS_CA"
+UP = ("autoscale",)  # what the table `[up]` may say
 FALLBACK = "nats://127.0.0.1:4222"  # where NATS is known to listen
 
 Whole = Annotated[int, Meta(ge=1)]
@@ -47,13 +51,38 @@ def default_url() -> str:
     return (home() / "url").read_text().strip() if started() else FALLBACK
 
 
+def authority(of: Path | None = None) -> Path:
+    """Directory of the operator's key: NEXUS_AUTHORITY, else where `nexus up` makes it in a home (default: this one)."""
+    given = os.environ.get(AUTHORITY)
+    return Path(given) if given else (of or home()) / "nats" / "authority"
+
+
+def default_creds() -> str | None:
+    """NEXUS_CREDS, else the provider's credentials that `nexus up` made in this home; None where there are neither."""
+    if given := os.environ.get(CREDS):
+        return given
+    made = authority() / "provider.creds"
+    return str(made) if made.is_file() else None
+
+
+def default_ca() -> str | None:
+    """NEXUS_CA, else the certificate that the embedded server of this home made for itself; None: what this machine trusts."""
+    if given := os.environ.get(CA):
+        return given
+    made = authority() / "ca.pem"
+    return str(made) if made.is_file() else None
+
+
 class Common(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What every role has."""
 
-    url: str = field(default_factory=default_url)  # of the NATS server
+    url: str = field(default_factory=default_url)  # of the NATS server; several of a cluster by commas
+    creds: str | None = field(default_factory=default_creds)  # a .creds file; "none": the server asks for nothing
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     trace_ratio: Annotated[float, Meta(ge=0, le=1)] = 1.0  # share of traces kept
     beat_s: Time = 1.0  # between heartbeats
+    replicas: Annotated[int, Meta(ge=1, le=5)] = 1  # servers of a cluster that hold each stream: 3 outlive the loss of one
+    alive_file: str | None = None  # says the state, and is as old as the last progress: for probes
 
 
 class MasterConfig(Common, frozen=True, kw_only=True):
@@ -124,6 +153,13 @@ class TrainerConfig(ModelConfig, frozen=True, kw_only=True):
     lease_s: Annotated[float, Meta(ge=1)] = 6.0  # a slot is taken over this long after its holder fell silent
 
 
+class GatewayConfig(Common, frozen=True, kw_only=True):
+    """Gateway."""
+
+    tenant_calls: Whole = 256  # of one tenant, under way at once; those beyond are refused
+    infer_timeout_s: Time = 30.0  # a tenant's own request to act waits no longer
+
+
 class HealthConfig(Common, frozen=True, kw_only=True):
     """Health Manager."""
 
@@ -141,6 +177,7 @@ ROLES: dict[str, type[Common]] = {
     "rollout": RolloutConfig,
     "inference": InferenceConfig,
     "trainer": TrainerConfig,
+    "gateway": GatewayConfig,
     "health": HealthConfig,
 }
 
@@ -180,6 +217,12 @@ def load(role: str, *, flags: Mapping[str, Any] | None = None, file: Path | None
     return Loaded(ROLES[role](**values), sources)
 
 
+def up_settings() -> dict[str, Any]:
+    """What the table `[up]` of the settings file says: of `nexus up` itself."""
+    path = Path(os.environ[FILE]) if os.environ.get(FILE) else None
+    return {key: value for _, key, value in _file("up", path, dict.fromkeys(UP))}
+
+
 def _fit(source: str, key: str, value: Any, kind: Any) -> Any:
     """Text of the environment or a command line becomes what the field takes; "none" is nothing, where that is allowed."""
     if value == "none" and kind == str | None:
@@ -197,8 +240,11 @@ def _file(role: str, path: Path | None, kinds: Mapping[str, Any]) -> Iterator[tu
         document = tomllib.loads(path.read_text())
     except (OSError, tomllib.TOMLDecodeError) as error:
         raise Refused(f"settings file {path}: {error}") from error
-    tables = {"all": {f.name for kind in ROLES.values() for f in msgspec.structs.fields(kind)}, "prices": set(PRICES)} | {
-        name: {f.name for f in msgspec.structs.fields(kind)} for name, kind in ROLES.items()
+    tables = {
+        "all": {f.name for kind in ROLES.values() for f in msgspec.structs.fields(kind)},
+        "prices": set(PRICES),
+        "up": set(UP),
+        **{name: {f.name for f in msgspec.structs.fields(kind)} for name, kind in ROLES.items()},
     }
     for table, content in document.items():  # all of it, whoever reads: a typing error is found by the first worker that starts
         if table not in tables or not isinstance(content, dict):

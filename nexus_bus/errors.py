@@ -5,6 +5,7 @@ NexusError
 │   ├── BadMessage     it does not decode; names the field
 │   ├── BadJob         the job document asks for something that cannot be done
 │   ├── ContractError  policy, environment and data do not fit each other
+│   ├── Denied         credentials that are missing, damaged, expired, revoked or of somebody else
 │   └── NotFound       a version, job, dataset or environment that does not exist
 ├── Unavailable        it may work later: broker away, queue full, no worker yet
 │   ├── Conflict       somebody else changed it first (compare-and-set failed, lease lost)
@@ -41,6 +42,12 @@ class ContractError(Refused):
     """Policy, environment and data do not fit each other."""
 
     code = "contract"
+
+
+class Denied(Refused):
+    """Credentials that are missing, damaged, expired, revoked, or not for this."""
+
+    code = "denied"
 
 
 class NotFound(Refused):
@@ -86,6 +93,7 @@ _BY_CODE: dict[str, type[NexusError]] = {
         BadMessage,
         BadJob,
         ContractError,
+        Denied,
         NotFound,
         Unavailable,
         Conflict,

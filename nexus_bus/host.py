@@ -1,35 +1,40 @@
 """One host: an embedded server and worker processes, started, watched and ended together (`nexus up`).
 
 It restarts what the Health Manager asks for (`host.order`), and the Health Manager itself. A child that ends is told on
-`health.exit`; whether it comes back is decided there, because only there is known what a crash loop is.
+`health.exit`; whether it comes back is decided there, because only there is known what a crash loop is. How many workers of a
+role there are is decided by `host.scale` (`nexus scale`) and, if it is on, the autoscaler.
 
 Killed  the children and the server end with it (parent-death signal). The next `nexus up` on the same home goes on.
 """
 
 import asyncio
-import contextlib
-import fcntl
 import os
 import signal
 import socket
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
-from typing import IO
+from typing import Any
 
-from nexus_bus.bus import Bus, EmbeddedServer, Incoming, die_with_parent, ensure_topology
-from nexus_bus.errors import NexusError, NotFound, Unavailable
-from schemas.control import Ack, Heartbeat, ProcessExit, ProcessOrder, Role
+from nexus_bus.autoscale import MOST, Autoscaler, Bounds
+from nexus_bus.bus import Bus, Card, EmbeddedServer, Incoming, Presence, ensure_topology
+from nexus_bus.children import Child
+from nexus_bus.clock import now
+from nexus_bus.errors import NexusError, NotFound, Refused, Unavailable
+from nexus_bus.failures import classify, ending, oom_kills
+from nexus_bus.homes import held, keep_counts
+from nexus_bus.usage import PROVIDER
+from schemas.control import Ack, Heartbeat, ProcessExit, ProcessOrder, Role, Scaled, ScaleOrder
+from schemas.events import Event, EventType
+from schemas.subjects import subject
 
-ROLES: tuple[Role, ...] = ("master", "health", "environment", "inference", "trainer", "rollout")
+ROLES: tuple[Role, ...] = ("master", "health", "gateway", "environment", "inference", "trainer", "rollout")
 GRACE_S = 12.0  # SIGTERM to SIGKILL; a worker gives itself less
-STARTS_PER_MINUTE = 10  # of one child; beyond it an order to restart is refused
-LOG_BYTES = 8 << 20  # a log larger than this is put aside when its worker starts
 HEALTH_SILENT_S, HEALTH_STARTING_S = 15.0, 60.0
 LOOK_S = 0.5
+TELL_S = 5.0  # to get an event stored
 
 # Libraries read these as they load; the same everywhere, so that results do not depend on who was started how.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "MKL_CBWR": "AUTO,STRICT", "PYTHONUNBUFFERED": "1"}
@@ -51,42 +56,33 @@ def host_id() -> str:
     return legal[: 63 - len(suffix)] + suffix
 
 
-@dataclass
-class Child:
-    """One supervised process."""
-
-    role: Role
-    name: str
-    process: asyncio.subprocess.Process | None = None
-    ended: ProcessExit | None = None  # how it ended, while it is not running
-    ours: bool = False  # its end was our doing, so it is not news
-    stopped: bool = False  # by order: it stays down
-    starts: deque[float] = field(default_factory=deque)
-    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-
-    @property
-    def pid(self) -> int:
-        """Of the running process, or of the last one."""
-        return self.process.pid if self.process is not None else 0
-
-    @property
-    def running(self) -> bool:
-        """Whether the process lives."""
-        return self.process is not None and self.process.returncode is None
-
-
 class Supervisor:
     """Starts children, tells of their ends, follows orders about them."""
 
     def __init__(
-        self, home: Path, url: str, *, say: Say = lambda _: None, command: Command = worker_command, grace: float = GRACE_S
+        self,
+        home: Path,
+        url: str,
+        *,
+        creds: Path | None = None,
+        say: Say = lambda _: None,
+        command: Command = worker_command,
+        grace: float = GRACE_S,
+        autoscale: Mapping[Role, Bounds] | None = None,
     ) -> None:
-        """Logs go to `home/logs`; `say` gets one line for people per thing that happened; `grace` is in seconds."""
+        """Logs go to `home/logs`; `say` gets one line for people per thing that happened; `grace` is in seconds.
+
+        `creds` are the provider's, for itself and the workers; without, those of the environment.
+        """
         self.home, self.url, self.say, self.command, self.grace = home, url, say, command, grace
+        self.creds = creds
+        self.autoscale = dict(autoscale or {})
         self.host = host_id()
         self.children: dict[str, Child] = {}
         self._bus: Bus | None = None
         self._watches: set[asyncio.Task[None]] = set()
+        self._sizing = asyncio.Lock()
+        self._oom: deque[int] = deque([oom_kills()], maxlen=3)
         self._closing = False
         self._health: dict[str, tuple[int, float]] = {}  # health worker → (pid, monotonic time of its last heartbeat)
 
@@ -96,23 +92,26 @@ class Supervisor:
         Raises:
             Unavailable: the bus does not answer.
         """
-        bus = self._bus = await Bus.connect(self.url, name=self.host)
+        bus = self._bus = await Bus.connect(self.url, name=self.host, creds=self.creds)
         services = [
             await bus.serve("host.order", self.order, host=self.host),
+            await bus.serve("host.scale", self.scale, host=self.host),
+            await Presence(bus, self._card(), self._stats).start(),
             await bus.subscribe("health.beat", self.beat, role="health", worker="*"),
         ]
-        looking = asyncio.create_task(self._look())
+        beside = [asyncio.create_task(self._look())]
         try:
             await ensure_topology(bus)
-            for role, count in counts.items():
-                for index in range(count):
-                    child = Child(role, f"{role}-{index}")
-                    self.children[child.name] = child
-                    await self._start(child)
+            async with self._sizing:
+                for role, count in counts.items():
+                    await self._more(role, count)
+            if self.autoscale:
+                beside.append(asyncio.create_task(Autoscaler(bus, self.autoscale, self._of, self._size).run()))
             await stop.wait()
         finally:
             self._closing = True
-            looking.cancel()
+            for task in beside:
+                task.cancel()
             await self._end_all()
             for service in services:
                 await service.stop()
@@ -131,12 +130,14 @@ class Supervisor:
         async with child.lock:
             if order.pid and order.pid != child.pid:
                 raise Unavailable(f"pid: {order.worker} is process {child.pid} by now, not {order.pid}")
-            child.stopped = order.action == "stop"
-            if child.stopped:
-                await self._end(child, signal.SIGTERM)
+            if order.action == "stop":
+                await self._drain(child)
                 self.say(f"{child.name} stopped: {order.reason}")
+            elif child.stopped and order.pid:
+                raise NotFound(f"worker: {order.worker} was told to stop")  # by who watched it before
             else:
-                self._allow(child)
+                child.allow()
+                child.stopped = False
                 await self._end(child, signal.SIGKILL)  # it is wedged or gone: what it held is redelivered
                 await self._start(child)
                 self.say(f"{child.name} restarted as process {child.pid}: {order.reason}")
@@ -153,54 +154,123 @@ class Supervisor:
                 if child.ended is not None and child.role != "health" and not child.stopped:
                     await self._tell(child.ended)
 
+    # How many there are
+
+    async def scale(self, order: ScaleOrder, _incoming: Incoming) -> Scaled:
+        """Run so many workers of these roles from now on, and after a restart on this home. They start and drain meanwhile.
+
+        Raises:
+            Refused: more than a host runs.
+        """
+        for role, count in order.counts.items():
+            if count > MOST:
+                raise Refused(f"counts.{role}: {count} is more than the {MOST} that one host runs; use another host")
+        if self._bus is not None and not self._closing:
+            keep_counts(self.home, order.counts)
+            for role, count in order.counts.items():
+                self._beside(self._size(role, count, order.reason or "by order"))
+        return Scaled(counts=self._counts() | order.counts)
+
+    def _of(self, role: Role) -> tuple[int, bool]:
+        """How many of a role are to run, and whether one of them crashes."""
+        found = [child for child in self.children.values() if child.role == role and not child.stopped]
+        return len(found), any(child.crashing for child in found)
+
+    def _counts(self) -> dict[Role, int]:
+        return {role: self._of(role)[0] for role in ROLES}
+
+    async def _size(self, role: Role, count: int, reason: str) -> None:
+        """Start or drain until so many of a role are left: of the youngest names first, all of those at once."""
+        async with self._sizing:
+            there = sorted((c for c in self.children.values() if c.role == role and not c.stopped), key=lambda c: c.index)
+            if len(there) == count or self._closing:
+                return
+            self.say(f"{role}: {len(there)} → {count} workers, {reason}")
+            await self._more(role, count - len(there))
+            leaving = there[count:]
+            for child in leaving:
+                child.stopped = True  # from now on nobody counts it, and nobody revives it
+        message = f"{role} on {self.host}: {len(there)} → {count}, {reason}"
+        self._beside(self._event("worker.scaled", message, role=role, before=len(there), after=count))
+        await asyncio.gather(*(self._leave(child) for child in leaving))
+
+    async def _more(self, role: Role, count: int) -> None:
+        for _ in range(count):
+            index = next(i for i in range(len(self.children) + 1) if f"{role}-{i}" not in self.children)
+            child = self.children[f"{role}-{index}"] = Child(role, f"{role}-{index}", self.home / "logs")
+            await self._start(child)
+
+    async def _leave(self, child: Child) -> None:
+        async with child.lock:
+            await self._drain(child)
+        self.children.pop(child.name, None)
+
+    async def _drain(self, child: Child) -> None:
+        """It finishes or hands back what it holds, and nobody is to miss it."""
+        child.stopped = True
+        await self._end(child, signal.SIGTERM)
+        code = child.process.returncode if child.process is not None else 0
+        await self._tell(
+            ProcessExit(role=child.role, worker=child.name, host=self.host, pid=child.pid, returncode=code or 0, ordered=True)
+        )
+
+    async def _event(self, kind: EventType, message: str, **data: str | int) -> None:
+        if self._bus is None:
+            return
+        event = Event(type=kind, tenant=PROVIDER, time=now(), message=message, data={"host": self.host, **data})
+        name = f"event/{PROVIDER}/_/{kind}/{self.host}/{time.time_ns()}"
+        try:
+            await self._bus.publish("event", event, msg_id=name, deadline=TELL_S, tenant=PROVIDER, job="_")
+        except Unavailable as error:
+            self.say(f"nobody could be told of it: {error}")
+
+    # Being found
+
+    def _card(self) -> Card:
+        about = {"role": "host", "worker": self.host, "host": self.host, "pid": str(os.getpid()), "home": str(self.home)}
+        return Card("host", about, subject("host.order", host=self.host), "Supervises the workers of one machine.")
+
+    def _stats(self) -> tuple[int, Any]:
+        children = {c.name: {"pid": c.pid, "running": c.running, "stopped": c.stopped} for c in self.children.values()}
+        counts = self._counts()
+        return sum(counts.values()), {"counts": counts, "children": children}
+
     async def _tell(self, ended: ProcessExit) -> None:
         if self._bus is not None:
             await self._bus.cast("health.exit", ended, host=self.host)
 
     # Processes
 
-    def _allow(self, child: Child) -> None:
-        now = time.monotonic()
-        while child.starts and now - child.starts[0] > 60.0:
-            child.starts.popleft()
-        if len(child.starts) >= STARTS_PER_MINUTE:
-            raise Unavailable(f"{child.name} was started {len(child.starts)} times within a minute; see its log")
-
     async def _start(self, child: Child) -> None:
         if self._closing:
             raise Unavailable(f"{self.host} is ending")
-        child.starts.append(time.monotonic())
-        with self._log(child.name) as log:
-            child.process = await asyncio.create_subprocess_exec(
-                *self.command(child.role, child.name, self.url),
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=ENVIRONMENT | os.environ | {"NEXUS_HOST": self.host, "NEXUS_HOME": str(self.home)},
-                start_new_session=True,  # Ctrl-C reaches us alone, and we end the children in order
-                preexec_fn=die_with_parent(signal.SIGKILL),
-            )
-        child.ended, child.ours = None, False
-        watch = asyncio.create_task(self._watch(child, child.process))
-        self._watches.add(watch)
-        watch.add_done_callback(self._watches.discard)
+        environment = ENVIRONMENT | os.environ | self._environment()
+        self._beside(self._watch(child, await child.start(self.command(child.role, child.name, self.url), environment)))
 
-    def _log(self, worker: str) -> IO[bytes]:
-        path = self.home / "logs" / f"{worker}.log"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.is_file() and path.stat().st_size > LOG_BYTES:
-            path.replace(path.with_suffix(".log.1"))
-        return path.open("ab")
+    def _beside(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._watches.add(task)
+        task.add_done_callback(self._watches.discard)
+
+    def _environment(self) -> dict[str, str]:
+        given = {"NEXUS_HOST": self.host, "NEXUS_HOME": str(self.home)}
+        return given | ({"NEXUS_CREDS": str(self.creds)} if self.creds is not None else {})
 
     async def _watch(self, child: Child, process: asyncio.subprocess.Process) -> None:
         """Tell of the end of one process; the Health Manager itself comes back from here."""
         code = await process.wait()
         if child.ours or self._closing:
             return
-        child.ended = ProcessExit(role=child.role, worker=child.name, host=self.host, pid=process.pid, returncode=code)
-        self.say(f"{child.name} (process {process.pid}) ended with code {code}")
+        words = child.words() if code != -signal.SIGKILL else ""  # it had no time for any
+        cause = classify(code, words, out_of_memory=oom_kills() > self._oom[0])
+        child.ended = ProcessExit(
+            role=child.role, worker=child.name, host=self.host, pid=process.pid, returncode=code, cause=cause, words=words
+        )
+        self.say(f"{child.name} (process {process.pid}) {ending(code)}, {cause}{f': {words}' if words else ''}")
         await self._tell(child.ended)
-        if child.role == "health":
+        if child.role == "health":  # nobody else tells of it, or brings it back
+            facts = {"role": child.role, "worker": child.name, "pid": process.pid, "cause": cause}
+            self._beside(self._event("worker.lost", f"{child.name} (process {process.pid}), {cause}: {ending(code)}", **facts))
             await self._revive(child)
 
     async def _revive(self, child: Child) -> None:
@@ -211,101 +281,49 @@ class Supervisor:
                 if child.running or child.stopped or self._closing:
                     return
                 try:
-                    self._allow(child)
+                    child.allow()
                     await self._start(child)
                 except Unavailable:
                     delay = 10.0
                     continue
                 self.say(f"{child.name} restarted as process {child.pid}")
-                return
+            message = f"{child.name} is back as process {child.pid}"
+            await self._event("worker.restarted", message, role=child.role, worker=child.name)
+            return
 
     async def _look(self) -> None:
         """A Health Manager that hangs is found here, as nobody else would."""
         while True:
             await asyncio.sleep(LOOK_S)
-            now = time.monotonic()
+            self._oom.append(oom_kills())
+            clock = time.monotonic()
             for child in self.children.values():
                 if child.role != "health" or not child.running or not child.starts:
                     continue
                 pid, heard = self._health.get(child.name, (0, 0.0))
-                silent = now - heard > HEALTH_SILENT_S if pid == child.pid else now - child.starts[-1] > HEALTH_STARTING_S
+                silent = clock - heard > HEALTH_SILENT_S if pid == child.pid else clock - child.starts[-1] > HEALTH_STARTING_S
                 # While the server is away nobody's heartbeats arrive: that is no fault of the worker.
                 if silent and child.process is not None and self._bus is not None and self._bus.up.is_set():
                     self._health.pop(child.name, None)
                     child.process.kill()
 
     async def _end(self, child: Child, signum: signal.Signals) -> None:
-        process = child.process
-        if process is None or process.returncode is not None:
-            return
-        child.ours = True
-        with contextlib.suppress(ProcessLookupError):
-            process.send_signal(signum)
-        try:
-            await asyncio.wait_for(process.wait(), self.grace)
-        except TimeoutError:
+        if not await child.end(signum, self.grace):
             self.say(f"{child.name} did not end within {self.grace:g} s and was killed")
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
-            await process.wait()
 
     async def _end_all(self) -> None:
         await asyncio.gather(*(self._end(child, signal.SIGTERM) for child in self.children.values()))
         await asyncio.gather(*self._watches, return_exceptions=True)
 
 
-# One service per home
-
-
-@contextlib.contextmanager
-def held(home: Path) -> Iterator[None]:
-    """Own a home directory: its lock ends with the process, so a pid file left by a crash misleads nobody.
-
-    Raises:
-        Unavailable: another process owns it; says which and what to do.
-    """
-    home.mkdir(parents=True, exist_ok=True)
-    with (home / "up.pid").open("a+") as file:
-        for attempt in range(3):  # a look by `running_up` holds the lock for a moment
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except OSError:
-                if attempt == 2:
-                    raise Unavailable(already(home, _pid(home))) from None
-                time.sleep(0.05)
-        file.truncate(0)
-        file.write(str(os.getpid()))
-        file.flush()
-        try:
-            yield
-        finally:
-            file.truncate(0)
-
-
-def already(home: Path, pid: int | None) -> str:
-    """What is said to a second `up`."""
-    return f"a service runs on {home} already (process {pid}); use it, or end it with `nexus down --home {home}`"
-
-
-def running_up(home: Path) -> int | None:
-    """Process id of the `nexus up` that owns this home now, or None."""
-    try:
-        with (home / "up.pid").open() as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except FileNotFoundError:
-        return None
-    except OSError:
-        return _pid(home)
-    return None
-
-
-def _pid(home: Path) -> int | None:
-    text = (home / "up.pid").read_text().strip()
-    return int(text) if text.isdecimal() else None
-
-
-async def up(home: Path, counts: Mapping[Role, int], *, port: int | None = None, say: Say = lambda _: None) -> None:
+async def up(
+    home: Path,
+    counts: Mapping[Role, int],
+    *,
+    port: int | None = None,
+    say: Say = lambda _: None,
+    autoscale: Mapping[Role, Bounds] | None = None,
+) -> None:
     """Server and workers on one home (an absolute path), until SIGINT, SIGTERM or SIGHUP; then workers first, the server last.
 
     Raises:
@@ -322,7 +340,7 @@ async def up(home: Path, counts: Mapping[Role, int], *, port: int | None = None,
             (home / "url").write_text(server.url)
             workers = ", ".join(f"{count} {role}" if count > 1 else role for role, count in counts.items() if count)
             say(f"server at {server.url}; starting {workers}; logs in {home / 'logs'}")
-            await Supervisor(home, server.url, say=say).run(counts, stop)
+            await Supervisor(home, server.url, creds=server.creds, say=say, autoscale=autoscale).run(counts, stop)
         finally:
             keeping.cancel()
             (home / "url").unlink(missing_ok=True)

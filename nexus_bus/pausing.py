@@ -1,71 +1,41 @@
-"""The master's hand on jobs that rest: a tenant's pause and resume, and the end of a device budget.
+"""The master's hand on jobs that rest: a tenant's pause and resume, the end of a device budget, and the tenant's limits.
 
 A pause is a phase: the trainer commits and gives the seat up, orders to play episodes are taken back, records wait where they
 are. What was under way is still counted. On resuming, what was taken back is handed out anew, and the job ends in the same
 weights as if it had never rested.
+
+Whoever paused a job resumes it: the tenant, where it asked for the pause or the job's own budget is used up; the master, where
+a limit of the tenant stopped all of its jobs (see quotas.py). A tenant that pauses a job which rests already because of a
+limit takes it over, and then it stays where it is when the limit is raised.
 """
 
-import asyncio
 import time
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from nexus_bus import progress, registry
-from nexus_bus.admission import Limits, Roster, running
+from nexus_bus.admission import Limits, Roster, held, rests, stops
 from nexus_bus.audit import audit
 from nexus_bus.bus import Bus
-from nexus_bus.errors import BadJob, Conflict, NexusError, NotFound, Refused
+from nexus_bus.errors import BadJob, Conflict, NotFound, Refused
+from nexus_bus.quotas import Quotas
 from schemas.job import JobPause, JobResume
-from schemas.plan import TERMINAL, JobState
+from schemas.plan import TERMINAL, JobState, Limit
 
 if TYPE_CHECKING:
     from nexus_bus.bus import Entry
     from nexus_bus.worker import Context
 
-BILLED = frozenset({"inference", "training"})  # kinds that a device budget is about
-
-
-class Spending:
-    """Device-seconds that jobs have on record, followed for those that were asked about."""
-
-    def __init__(self, bus: Bus) -> None:
-        """Follows nobody yet."""
-        self._bus = bus
-        self._sums: dict[tuple[str, str], float] = {}
-        self._following: dict[tuple[str, str], asyncio.Task[None]] = {}
-
-    def of(self, tenant: str, job: str) -> float:
-        """What is known by now; from the first call on it is followed."""
-        task = self._following.get((tenant, job))
-        if task is None or task.done():
-            self._sums[tenant, job] = 0.0
-            self._following[tenant, job] = asyncio.create_task(self._follow(tenant, job))
-        return self._sums[tenant, job]
-
-    def forget(self, tenant: str, job: str) -> None:
-        """Follow it no more."""
-        if (task := self._following.pop((tenant, job), None)) is not None:
-            task.cancel()
-
-    async def _follow(self, tenant: str, job: str) -> None:
-        try:
-            async for item in self._bus.tail("usage", since="all", tenant=tenant, job=job):
-                if item.message.kind in BILLED:
-                    self._sums[tenant, job] += item.message.device_s
-        except NexusError as error:  # begun anew when asked again
-            self._bus.log.warning("a budget cannot be followed", tenant=tenant, job=job, error=str(error))
-
 
 class Pausing:
     """Everything the master does with jobs that rest."""
 
-    def __init__(self, context: "Context", roster: Roster, limits: Limits) -> None:
+    def __init__(self, context: "Context", roster: Roster, quotas: Quotas) -> None:
         self.context = context
         self.bus: Bus = context.bus
         self.kv = context.bus.kv("registry")
-        self.roster, self.limits = roster, limits
-        self.spending = Spending(context.bus)
+        self.roster, self.quotas, self.spending = roster, quotas, quotas.spending
 
     async def handle(self, order: JobPause | JobResume, tenant: str, submission: str) -> None:
         """Do what a tenant asks for, or say why not."""
@@ -83,38 +53,63 @@ class Pausing:
             return
         await audit(self.bus, tenant, action, order.job, "ok", said, key=submission)
 
-    async def check(self, state: JobState) -> bool:
-        """Whether a running job was paused just now, since its device budget is used up."""
+    async def check(self, state: JobState, limits: Limits) -> None:
+        """Let a running job rest whose tenant, or whose own device budget, has come to its end."""
         budget, tenant, job = state.plan.spec.budget.device_s, state.plan.tenant, state.plan.spec.name
-        if budget is None or state.phase in ("waiting", "paused"):
-            return False
+        if state.phase in ("waiting", "paused"):
+            return
+        if (bar := limits.bar(state)) is not None:
+            await self.hold(state, bar.limit, bar.why)
+            return
+        if budget is None:
+            return
         budget += state.added_device_s
-        if (used := self.spending.of(tenant, job)) <= budget:
-            return False
+        if (used := self.spending.of(tenant, job).device_s) <= budget:
+            return
         why = f"budget.device_s: {used:.1f} of {budget:g} s are used; `nexus resume {job} --add-device-s N` goes on from here"
         key = f"{state.submission}/{state.resumed}"
         await self.pause(tenant, job, why, key)
         await audit(self.bus, tenant, "budget", job, "ok", why, key=key)
-        return True
 
-    async def pause(self, tenant: str, job: str, reason: str, submission: str) -> str:
-        """Let a job rest; the reason it has now. One that rests already keeps its reason.
+    async def hold(self, state: JobState, limit: Limit, why: str) -> None:
+        """Let a job rest because of a limit of its tenant; one that rests because of another is told of this one."""
+        tenant, job, key = state.plan.tenant, state.plan.spec.name, f"{state.submission}/{state.resumed}/{limit}"
+        said = await self.pause(tenant, job, rests(why), key, limit)
+        await audit(self.bus, tenant, "limit", job, "ok", said, key=key)
+
+    async def release(self, state: JobState) -> None:
+        """Go on with a job that rested because of a limit of its tenant, which allows it now."""
+        tenant, job, key = state.plan.tenant, state.plan.spec.name, f"{state.submission}/{state.resumed}/limit"
+        while held((entry := await self._entry(tenant, job)).value):
+            if await self._went_on(entry, key):
+                said = await self._resumed(tenant, job, key, "your limits allow it again: it ")
+                await audit(self.bus, tenant, "limit", job, "ok", said, key=key)
+                return
+
+    async def pause(self, tenant: str, job: str, reason: str, submission: str, limit: Limit = "") -> str:
+        """Let a job rest; the reason it has now. One that rests already keeps its reason, unless that is a limit.
 
         Raises:
             NotFound: there is no such job.
             BadJob: it has ended.
         """
-        while (entry := await self._entry(tenant, job)).value.phase != "paused":
-            if entry.value.phase in TERMINAL:
-                raise BadJob(f"job: {job!r} is {entry.value.phase} already")
-            # Before it is written: once it is, somebody may resume it and hand the orders out anew.
-            await self.bus.purge("rollout.run", tenant=tenant, job=job)
-            limited = entry.value.plan.spec.budget.device_s is not None
-            device_s = self.spending.of(tenant, job) if limited else 0.0
-            state = progress.pause(entry.value, reason, time.time(), device_s)
+        while True:
+            entry = await self._entry(tenant, job)
+            state = entry.value
+            if state.phase in TERMINAL:
+                raise BadJob(f"job: {job!r} is {state.phase} already")
+            if state.phase == "paused":
+                if not state.limit or state.limit == limit:
+                    break
+                state = msgspec.structs.replace(state, reason=reason, limit=limit)
+            else:
+                # Before it is written: once it is, somebody may resume it and hand the orders out anew.
+                await self.bus.purge("rollout.run", tenant=tenant, job=job)
+                limited = state.plan.spec.budget.device_s is not None
+                device_s = self.spending.of(tenant, job).device_s if limited else 0.0
+                state = msgspec.structs.replace(progress.pause(state, reason, time.time(), device_s), limit=limit)
             if await self._written(entry, state):
                 break
-        state = (await self._entry(tenant, job)).value
         self.spending.forget(tenant, job)
         await self.context.event(
             "job.paused", tenant, job=job, key=f"paused/{submission}", submission=submission, message=state.reason
@@ -129,27 +124,32 @@ class Pausing:
             BadJob: it does not rest, or it would run over a limit at once; the text names it.
         """
         job = order.job
-        while True:
-            entry = await self._entry(tenant, job)
+        while (entry := await self._entry(tenant, job)).value.resumed_by != submission:
             state = entry.value
-            if state.resumed_by == submission:
-                break
             if state.phase != "paused":
                 raise BadJob(f"job: {job!r} is {state.phase}, not paused")
             budget = state.plan.spec.budget.device_s
             left = budget + state.added_device_s + order.add_device_s - state.device_s if budget is not None else 1.0
             if left <= 0:
                 raise BadJob(f"budget.device_s: {job!r} has used {-left:.1f} s more than it has; --add-device-s gives it more")
-            if state.paused != "waiting" and running((await self.roster.of(tenant)).values()) >= self.limits.jobs:
-                raise BadJob(f"max_jobs: {self.limits.jobs} jobs of yours run, as many as may at once; wait, or pause one")
-            happening = progress.resume(state, time.time(), order.add_device_s)
-            happening.state = msgspec.structs.replace(happening.state, resumed_by=submission)
-            for name, msg_id, message in happening.orders:
-                await self.bus.publish(name, message, msg_id=msg_id, tenant=tenant, job=job)
-            if await self._written(entry, happening.state):
-                state = happening.state
+            if state.paused != "waiting":  # else it stands in line again
+                why = stops(state, await self.roster.of(tenant), await self.quotas.of(tenant))
+                if why:
+                    raise BadJob(why)
+            if await self._went_on(entry, submission, order.add_device_s):
                 break
-        said = f"goes on with {state.phase}"
+        return await self._resumed(tenant, job, submission)
+
+    async def _went_on(self, entry: "Entry[JobState]", submission: str, added_device_s: float = 0.0) -> bool:
+        """Hand out anew what a pause took back; False if something happened to the job first."""
+        state = entry.value
+        happening = progress.resume(state, time.time(), added_device_s)
+        for name, msg_id, message in happening.orders:
+            await self.bus.publish(name, message, msg_id=msg_id, tenant=state.plan.tenant, job=state.plan.spec.name)
+        return await self._written(entry, msgspec.structs.replace(happening.state, resumed_by=submission, limit=""))
+
+    async def _resumed(self, tenant: str, job: str, submission: str, because: str = "") -> str:
+        said = f"{because}goes on with {(await self._entry(tenant, job)).value.phase}"
         await self.context.event(
             "job.resumed", tenant, job=job, key=f"resumed/{submission}", submission=submission, message=said
         )

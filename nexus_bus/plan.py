@@ -233,8 +233,10 @@ def _spaces(
         ("action bounds", (had_action.low, had_action.high), (action.low, action.high)),
         ("action.gripper", had_action.gripper, action.gripper),
         ("action.rotation", had_action.rotation, action.rotation),
+        ("action.control", had_action.control, action.control),
         ("observation.state_size", had_seen.state_size, observation.state_size),
         ("observation.cameras", dict(had_seen.cameras), dict(observation.cameras)),
+        ("observation.orientation", had_seen.orientation, observation.orientation),
     ):
         if has != met:
             raise BadJob(f"init: {spec.init} was trained with {field} {has}, this environment has {met}")

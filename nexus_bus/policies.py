@@ -127,6 +127,10 @@ class Policies:
             await self.kv.update(key, msgspec.structs.replace(entry.value, pinned=pinned), entry.revision)
         self.looked.pop((tenant, job), None)
 
+    def look_again(self, _tenant: str) -> None:
+        """Somebody else may have retired versions: whoever removes a tenant does."""
+        self.dying = None
+
     async def sweep(self) -> None:
         """Retire what the retention of each job gives up, and delete the weights of what was retired a while ago."""
         try:

@@ -6,8 +6,13 @@ def tenant_key(tenant: str) -> str:
     return f"tenant.{tenant}"
 
 
+def account_key(tenant: str) -> str:
+    """TenantRecord; with an empty name, the prefix of all."""
+    return f"account.{tenant}"
+
+
 def tenant_of(key: str) -> str:
-    """The tenant of a tenant's or a job's key."""
+    """The tenant of a tenant's, an account's or a job's key."""
     return key.split(".")[1]
 
 

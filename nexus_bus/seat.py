@@ -2,24 +2,23 @@
 
 The order within a commit is the promise: blobs, then the policy version, then the training state by compare-and-set (the
 commit point), then report and event, and only then the acknowledgements. Whatever is cut off is done again with the same ids.
+A record that cannot be learned is committed as dead, then becomes a dead letter, and its batch is learned without it.
 """
 
 import asyncio
-import contextlib
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
 from nexus_bus import registry, telemetry
-from nexus_bus.bus import Bus, Delivery
 from nexus_bus.clock import derive_seed, now
 from nexus_bus.errors import Conflict, NexusError, NotFound, Unavailable
+from nexus_bus.intake import Intake, dead_record
+from nexus_bus.learning.poison import Doubts
 from schemas.control import JobReport, Lease
 from schemas.job import Ppo
 from schemas.plan import JobState
@@ -35,79 +34,24 @@ SAFETENSORS = "application/x-safetensors"
 CLOCKS = timedelta(hours=2)  # apart at most, of two machines
 
 
-class Leases:
-    """Slot leases in the KV bucket `leases`. A holder keeps its name over a restart, so it takes its own lease back at once."""
-
-    def __init__(self, bus: Bus, holder: str, seconds: float) -> None:
-        self.kv = bus.kv("leases")
-        self.holder = holder
-        self.seconds = seconds
-        self.revisions: dict[tuple[str, str], tuple[int, Lease]] = {}
-
-    async def take(self, tenant: str, job: str) -> Lease | None:
-        """Take a free, expired or own lease; None if somebody else holds it."""
-        key = registry.slot_key(tenant, job)
-        entry = await self.kv.get(key, Lease)
-        if entry is not None and entry.value.holder != self.holder and entry.value.expires > time.time():
-            return None
-        epoch = entry.value.epoch + 1 if entry is not None else 1
-        lease = Lease(tenant=tenant, job=job, holder=self.holder, epoch=epoch, expires=time.time() + self.seconds)
-        try:
-            revision = await (self.kv.create(key, lease) if entry is None else self.kv.update(key, lease, entry.revision))
-        except Conflict:
-            return None
-        self.revisions[tenant, job] = (revision, lease)
-        return lease
-
-    async def renew(self, tenant: str, job: str) -> bool:
-        """Hold it for another while; False if somebody took it."""
-        held = self.revisions.get((tenant, job))
-        if held is None:
-            return False
-        lease = msgspec.structs.replace(held[1], expires=time.time() + self.seconds)
-        try:
-            revision = await self.kv.update(registry.slot_key(tenant, job), lease, held[0])
-        except Conflict:
-            return False
-        self.revisions[tenant, job] = (revision, lease)
-        return True
-
-    async def drop(self, tenant: str, job: str) -> None:
-        """Give it up; the epoch stays, so that a stale holder is still told from a later one."""
-        held = self.revisions.pop((tenant, job), None)
-        if held is None:
-            return
-        free = msgspec.structs.replace(held[1], expires=0.0)
-        with contextlib.suppress(Conflict):  # somebody has it already, which is what dropping is for
-            await self.kv.update(registry.slot_key(tenant, job), free, held[0])
-
-
-@dataclass
-class Seat:
+@dataclass(kw_only=True, eq=False)
+class Seat(Intake):
     """One job being trained here."""
 
-    context: "Context"
-    tenant: str
-    job: str
-    state: JobState
     lease: Lease
     slot: Any  # models.slots.Slot
     algorithm: Any  # learning.algorithms
     executor: Executor
     parking: Any  # learning.parking.Parking
-    needed: int  # records per batch
-    trained: TrainingState | None
-    revision: int  # of the registry's training state
-    learned: int = 0  # batches learned, committed or not
-    committed: int = 0
+    trained: TrainingState | None = None
+    revision: int = 0  # of the registry's training state
     version: int = -1
-    waiting: dict[int, dict[int, tuple[Any, Delivery]]] = field(default_factory=dict)  # batch → index → record
-    uncommitted: list[Delivery] = field(default_factory=list)
-    current: list[Delivery] = field(default_factory=list)  # of the step that runs now
     used: Usage | None = None
     metrics: dict[str, float] = field(default_factory=dict)
-    puller: Any = None
-    receiver: asyncio.Task[None] | None = None
+    lag_sum: float = 0.0
+    group_sum: float = 0.0
+    groups: int = 0
+    _lag: float = 0.0
 
     @classmethod
     async def open(
@@ -142,38 +86,45 @@ class Seat:
         )
         spec = plan.spec.algorithm
         needed = spec.episodes_per_update if isinstance(spec, Ppo) else 1
-        seat = cls(context, tenant, job, state, lease, slot, algorithm, executor, parking, needed, None, 0)
+        seat = cls(
+            context=context, tenant=tenant, job=job, state=state, needed=needed, lease=lease, slot=slot, algorithm=algorithm,
+            executor=executor, parking=parking,
+        )  # fmt: skip
         if entry is not None:
             data = await bus.blobs.get(entry.value.state)
             await loop.run_in_executor(executor, restore_training_state, slot, data)
             seat.trained, seat.revision = entry.value, entry.revision
             seat.learned = seat.committed = entry.value.batches
-            seat.version = entry.value.version
+            seat.version, seat.metrics = entry.value.version, entry.value.metrics
+            attempts = [attempt for attempt in lease.attempts if attempt.batch >= seat.learned]
+            seat.doubts = Doubts(attempts, entry.value.dead)
             await seat._account(again=True)  # the one before may have died between its commit and its usage or its report
             await seat._report()
         else:
             await seat.commit()
         return seat
 
-    def put(self, message: Any, delivery: Delivery) -> None:
-        """Keep a record for its batch; of a redelivered one the newer delivery is the one to acknowledge."""
-        index = getattr(message, "index", 0)
-        if message.batch < self.learned:
-            self.uncommitted = [d for d in self.uncommitted if d.seq != delivery.seq] + [delivery]
-        else:
-            self.waiting.setdefault(message.batch, {})[index] = (message, delivery)
+    async def give_up(self, condemned: Mapping[int, str]) -> None:
+        """Go on without these records of the next batch, each with its reason: committed first, then dead letters.
 
-    def ready(self) -> bool:
-        """Whether the next batch, in order, is complete."""
-        return self.learned < self.state.plan.batches and len(self.waiting.get(self.learned, {})) >= self.needed
-
-    def samples(self) -> int:
-        """What the next batch will ask of the backbone: samples, or decisions of its episodes."""
-        batch = self.waiting.get(self.learned, {})
-        return sum(len(getattr(message, "samples", None) or getattr(message, "steps", ())) for message, _ in batch.values())
+        Raises:
+            Conflict: as `commit`.
+        """
+        batch = self.waiting[self.learned]
+        for index, reason in condemned.items():
+            delivery = batch.pop(index)[1]
+            dead = dead_record((self.learned, index), delivery, reason)
+            self.doubts.dead[self.learned, index] = dead
+            self.dying.append((delivery, dead))
+        self.guilty = {}
+        self.doubts.fresh(self.learned)
+        await self.commit()
+        while self.dying:
+            await self.bury(*self.dying[0])
+            self.dying.pop(0)
 
     def next_work(self) -> "Member":
-        """The next batch as work for the group; records in order of their index, whoever came first.
+        """What `begin` decided as work for the group; records in order of their index, whoever came first.
 
         Raises:
             BadMessage: a record does not fit the contract.
@@ -181,18 +132,17 @@ class Seat:
         from nexus_bus.learning.group import Member
         from nexus_bus.learning.start import work_of
 
-        batch = self.waiting[self.learned]
-        messages = [batch[index][0] for index in sorted(batch)]
-        self.current = [batch[index][1] for index in sorted(batch)]
+        messages = self.messages
         self._lag = sum(_lag(message, self.version) for message in messages)
         public = all(getattr(message, "public", False) for message in messages)  # rollout records are always the tenant's own
-        return Member(self.slot, self.algorithm, work_of(self.algorithm, messages, self.slot.contract), public)
+        return Member(self.slot, self.algorithm, work_of(self.algorithm, messages, self.slot.contract), public, self.trial)
 
     def note(self, result: "MemberResult", tenants: int) -> None:
         """Count a learned batch; it is acknowledged at the next commit."""
         self.waiting.pop(self.learned)
         self.uncommitted += self.current
         self.learned += 1
+        self.barren = 0
         learned = result.result
         # JSON has no infinity: a ratio that overflowed would make everything that carries it unreadable.
         self.metrics = {k: v for k, v in learned.metrics.items() if math.isfinite(v)} if learned is not None else {}
@@ -212,11 +162,6 @@ class Seat:
         self.group_sum += tenants
         self.groups += 1
 
-    lag_sum: float = 0.0
-    group_sum: float = 0.0
-    groups: int = 0
-    _lag: float = 0.0
-
     def due(self, every: int) -> bool:
         """RL commits every update; SFT every so many steps, at each version and at the end."""
         return self.publishes() or self.learned - self.committed >= every or self.learned >= self.state.plan.batches
@@ -227,13 +172,6 @@ class Seat:
         if isinstance(spec, Ppo) or self.learned == 0 or spec is None:
             return True
         return self.learned % spec.publish_every == 0 or self.learned >= self.state.plan.batches
-
-    def held(self) -> Iterator[Delivery]:
-        """Every delivery that must not be redelivered now."""
-        yield from self.uncommitted
-        for batch in self.waiting.values():
-            for _, delivery in batch.values():
-                yield delivery
 
     async def commit(self) -> None:
         """Commit what was learned, publish a version if one is due, then acknowledge.
@@ -266,6 +204,7 @@ class Seat:
                 groups=(before.groups if before else 0) + self.groups,
                 metrics=self.metrics,
                 used=self.used,
+                dead=list(self.doubts.dead.values()),
             )
             key = registry.state_key(self.tenant, self.job)
             used, self.used = self.used, None  # whoever releases the seat meanwhile accounts for what is here
@@ -371,6 +310,8 @@ class Seat:
                 "group": trained.group_sum / max(1, trained.groups),
                 "train_device_s": trained.device_s,
             }
+        if trained is not None and trained.dead:
+            metrics["dead"] = float(len(trained.dead))
         report = JobReport(
             job=self.job, kind="trained" if finished else "learned", batches=self.learned, version=self.version, metrics=metrics
         )

@@ -1,16 +1,19 @@
-"""What each job keeps in store, as a gauge in its usage: weights of its versions, its training state, its recorded dataset.
+"""What is kept in store: weights of versions, training states, recorded datasets. The master's.
 
-The master's. A gauge counts until the job's next one, so it is published when it changes, and daily, and twice is harmless.
+`Stored` says what each job keeps, as a gauge in its usage. A gauge counts until the job's next one, so it is published when it
+changes, and daily, and twice is harmless. `Keeping` knows at any time what a tenant keeps that has a limit.
 """
 
+import asyncio
 import time
 import uuid
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from nexus_bus import worker
 from nexus_bus.bus import Bus
 from nexus_bus.clock import now
-from schemas.base import BlobRef
+from nexus_bus.errors import NexusError
 from schemas.plan import JobState
 from schemas.policy import PolicyVersion, TrainingState
 from schemas.usage import Usage
@@ -20,6 +23,7 @@ if TYPE_CHECKING:
 
 LOOK_S = 300.0
 AGAIN_S = 86_400.0
+KINDS: dict[str, type[PolicyVersion] | type[TrainingState]] = {"policy.": PolicyVersion, "state.": TrainingState}  # by prefix
 
 
 class Stored:
@@ -50,16 +54,79 @@ class Stored:
             self.said[tenant, job] = (size, clock)
 
     async def _held(self) -> Counter[tuple[str, str]]:
-        blobs: dict[tuple[str, str], dict[str, BlobRef]] = {}  # the same content of a job lies there once
-        for entry in (await self.kv.entries("policy.", PolicyVersion)).values():
-            version = entry.value
-            if not version.purged:
-                own = blobs.setdefault((version.tenant, version.job), {})
-                own |= {ref.sha256: ref for ref in (version.weights, version.adapter) if ref is not None}
-        for entry in (await self.kv.entries("state.", TrainingState)).values():
-            ref = entry.value.state
-            blobs.setdefault((entry.value.tenant, entry.value.job), {})[ref.sha256] = ref
-        held = Counter({owner: sum(ref.size for ref in own.values()) for owner, own in blobs.items()})
+        blobs: dict[tuple[str, str], dict[str, int]] = {}  # the same content of a job lies there once
+        for prefix, kind in KINDS.items():
+            for entry in (await self.kv.entries(prefix, kind)).values():
+                blobs.setdefault((entry.value.tenant, entry.value.job), {}).update(_blobs(entry.value))
+        held = Counter({owner: sum(own.values()) for owner, own in blobs.items()})
         for entry in (await self.kv.entries("job.", JobState)).values():
             held[entry.value.plan.tenant, entry.value.plan.spec.name] += entry.value.dataset_bytes
         return held
+
+
+class Kept:
+    """Weights and training states of a tenant."""
+
+    def __init__(self) -> None:
+        """Of nothing."""
+        self.known = False  # whether all that lay there at the beginning is in it
+        self._blobs: dict[str, dict[tuple[str, str], int]] = {}  # registry key → (job, content) → bytes
+        self._size: int | None = 0
+
+    def size(self) -> int:
+        """Bytes; the same content of a job lies there once."""
+        if self._size is None:
+            self._size = sum({blob: size for own in self._blobs.values() for blob, size in own.items()}.values())
+        return self._size
+
+    def note(self, key: str, value: PolicyVersion | TrainingState | None) -> None:
+        """What is there now under a key of the registry."""
+        self._blobs[key] = {(value.job, sha256): size for sha256, size in _blobs(value).items()} if value is not None else {}
+        self._size = None
+
+
+class Keeping:
+    """What tenants keep, followed for those that were asked about: to list it at every look would be to list all of it."""
+
+    def __init__(self, bus: Bus) -> None:
+        """Follows nobody yet."""
+        self._log = bus.log
+        self._kv = bus.kv("registry")
+        self._followed: dict[str, tuple[Kept, asyncio.Task[None]]] = {}
+
+    def of(self, tenant: str) -> Kept:
+        """What is known by now; from the first call on it is followed."""
+        found = self._followed.get(tenant)
+        if found is None or found[1].done():
+            kept = Kept()
+            found = self._followed[tenant] = kept, asyncio.create_task(self._follow(kept, tenant))
+        return found[0]
+
+    def forget(self, tenant: str) -> None:
+        """Follow it no more."""
+        if (found := self._followed.pop(tenant, None)) is not None:
+            found[1].cancel()
+
+    async def _follow(self, kept: Kept, tenant: str) -> None:
+        own = {f"{prefix}{tenant}.": kind for prefix, kind in KINDS.items()}
+        try:
+            for prefix, kind in own.items():
+                for key, entry in (await self._kv.entries(prefix, kind)).items():
+                    kept.note(key, entry.value)
+            kept.known = True
+            await worker.side_by_side(*(self._watch(kept, prefix, kind) for prefix, kind in own.items()))
+        except NexusError as error:  # begun anew when asked again
+            kept.known = False
+            self._log.warning("what a tenant keeps cannot be followed", tenant=tenant, error=str(error))
+
+    async def _watch(self, kept: Kept, prefix: str, kind: type[PolicyVersion] | type[TrainingState]) -> None:
+        async for key, entry in self._kv.watch(prefix, kind):
+            kept.note(key, entry.value if entry is not None else None)
+
+
+def _blobs(value: PolicyVersion | TrainingState) -> dict[str, int]:
+    """Content → bytes."""
+    if isinstance(value, TrainingState):
+        return {value.state.sha256: value.state.size}
+    refs = () if value.purged else (value.weights, value.adapter)
+    return {ref.sha256: ref.size for ref in refs if ref is not None}

@@ -11,15 +11,18 @@ import socket
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
 import structlog
 
-from nexus_bus import config, logs, telemetry
-from nexus_bus.bus import Bus, ensure_topology
+from nexus_bus import config, faults, logs, telemetry
+from nexus_bus.bus import Bus, Card, Presence, ensure_topology
 from nexus_bus.clock import now
 from schemas.control import Heartbeat, Role
 from schemas.events import Event, EventType
+from schemas.subjects import TABLE
 
 PROVIDER = "provider"  # the tenant of events that belong to nobody else
 GRACE_S = 8.0  # SIGTERM to the end; the supervisor kills later than that
@@ -64,6 +67,7 @@ def run(
     settings = config.load(role, flags=dict(flags or {}) | ({"url": url} if url else {})).value
     worker = name or f"{role}-{os.getpid()}"
     logs.start(role, worker, settings.log_level)
+    faults.start(role, worker)
     try:
         import uvloop  # absent on some platforms; asyncio's own loop serves there
     except ImportError:
@@ -77,10 +81,11 @@ async def _serve(role: Role, name: str, settings: Any, main: Main) -> int:
     loop = asyncio.get_running_loop()
     for signum in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signum, stop.set)
-    bus = await Bus.connect(settings.url, name=name)
-    await ensure_topology(bus)
+    bus = await Bus.connect(settings.url, name=name, creds=settings.creds or "none")
+    await ensure_topology(bus, settings.replicas)
     traces = telemetry.start(role, name, bus, ratio=settings.trace_ratio)
     context = Context(role, name, bus, settings, stop, Pulse(), log, host_name())
+    presence = await Presence(bus, _card(context), lambda: _stats(context)).start()
     beats = asyncio.create_task(_beat(context, settings.beat_s))
     log.info("joined", url=settings.url)
     code = 0
@@ -97,11 +102,14 @@ async def _serve(role: Role, name: str, settings: Any, main: Main) -> int:
             work.cancel()
             log.warning("grace over: what was held is redelivered", held=context.pulse.busy)
         await context.event("worker.drained", PROVIDER, key=f"{name}/{os.getpid()}/drained", message=f"{name} drained")
+        beats.cancel()
+        await context.bus.cast("health.beat", _heartbeat(context, last=True), role=role, worker=name)
     except Exception:  # the last frame of the process: log whole, end with a code the supervisor sees
         log.exception("worker failed")
         code = 1
     finally:
         beats.cancel()
+        await presence.stop()
         await traces.stop()
         await bus.close()
     return code
@@ -124,21 +132,50 @@ async def side_by_side(*work: Coroutine[Any, Any, None]) -> None:
 
 
 async def _beat(context: Context, every: float) -> None:
+    file, moved = context.config.alive_file, -1
     while True:
         pulse = context.pulse
-        beat = Heartbeat(
-            role=context.role,
-            worker=context.name,
-            host=context.host,
-            pid=os.getpid(),
-            state=pulse.state,
-            busy=pulse.busy > 0,
-            progress=pulse.progress,
-            time=time.time(),
-            gauges=dict(pulse.gauges),
-        )
-        await context.bus.cast("health.beat", beat, role=context.role, worker=context.name)
+        stuck = pulse.busy > 0 and pulse.progress == moved and context.bus.up.is_set()  # nobody moves while the bus is away
+        if file is not None and not stuck:
+            _mark(Path(file), pulse.state)
+        moved = pulse.progress
+        await context.bus.cast("health.beat", _heartbeat(context), role=context.role, worker=context.name)
         await asyncio.sleep(every)
+
+
+def _heartbeat(context: Context, *, last: bool = False) -> Heartbeat:
+    pulse = context.pulse
+    return Heartbeat(
+        role=context.role,
+        worker=context.name,
+        host=context.host,
+        pid=os.getpid(),
+        state=pulse.state,
+        busy=pulse.busy > 0,
+        progress=pulse.progress,
+        time=time.time(),
+        gauges=dict(pulse.gauges),
+        last=last,
+    )
+
+
+def _card(context: Context) -> Card:
+    """Under what it is found. Its work comes on the first subject of the table that its role reads."""
+    reads = next(row for row in TABLE if context.role in row.consumer.split(", "))
+    about = {"role": context.role, "worker": context.name, "host": context.host, "pid": str(os.getpid())}
+    return Card(context.role, about, reads.wildcard, reads.summary)
+
+
+def _stats(context: Context) -> tuple[int, dict[str, Any]]:
+    return context.pulse.progress, msgspec.to_builtins(_heartbeat(context))
+
+
+def _mark(file: Path, state: str) -> None:
+    """What a probe looks at: the state inside, and the time of the last progress as the file's own."""
+    try:
+        file.write_text(state)
+    except OSError as error:
+        structlog.get_logger().warning("no probe can see that this worker lives", file=str(file), error=str(error))
 
 
 def host_name() -> str:

@@ -10,7 +10,10 @@ from schemas.rollout import EpisodeResult
 
 Nanoseconds = Annotated[int, Meta(ge=0, le=2**63 - 1)]  # since 1970; more than a Count holds
 
-Role = Literal["master", "environment", "rollout", "inference", "trainer", "health"]
+Role = Literal["master", "environment", "rollout", "inference", "trainer", "health", "gateway"]
+
+# Why a worker was lost. killed: by a signal from outside; wedged: busy without progress; silent: no heartbeat; code: all else
+Cause = Literal["simulator", "memory", "numerics", "broker", "code", "killed", "wedged", "silent"]
 
 
 class JobReport(Message, frozen=True, kw_only=True):
@@ -41,6 +44,7 @@ class Heartbeat(Message, frozen=True, kw_only=True):
     progress: Count
     time: float  # unix seconds
     gauges: dict[str, float] = {}  # e.g. queue, group_size, sessions
+    last: bool = False  # it leaves in good order: no more will come, and nobody is to miss it
 
 
 class ProcessExit(Message, frozen=True, kw_only=True):
@@ -51,6 +55,9 @@ class ProcessExit(Message, frozen=True, kw_only=True):
     host: Name
     pid: Count
     returncode: int
+    ordered: bool = False  # its end was wanted: it is not to come back
+    cause: Cause | None = None  # what it looks like, from its code and its log
+    words: str = ""  # the last that its log says about it
 
 
 class ProcessOrder(Message, frozen=True, kw_only=True):
@@ -62,6 +69,52 @@ class ProcessOrder(Message, frozen=True, kw_only=True):
     pid: Count = 0  # act only while the process still has this pid; 0 means whichever
 
 
+class ScaleOrder(Message, frozen=True, kw_only=True):
+    """Run so many workers of these roles on a host: more are started, those too many drain. Operator → supervisor."""
+
+    counts: dict[Role, Count]
+    reason: str = ""
+
+
+class Scaled(Message, frozen=True, kw_only=True):
+    """How many workers of each role a host is to run from now on; it starts and drains them while this is read."""
+
+    counts: dict[Role, Count]
+
+
+class WorkersQuery(Message, frozen=True, kw_only=True):
+    """Ask the Health Manager whom it knows."""
+
+
+class Known(Message, frozen=True, kw_only=True):
+    """A worker as the Health Manager sees it."""
+
+    role: Role
+    worker: Name
+    host: Name
+    pid: Count
+    state: str  # of its last heartbeat; or lost, restarting, given up
+    busy: bool
+    progress: Count
+    silent_s: float  # since its last heartbeat
+    restarts: Count = 0  # since the Health Manager came up
+    cause: Cause | None = None  # of the last loss
+
+
+class WorkersKnown(Message, frozen=True, kw_only=True):
+    """Whom the Health Manager knows."""
+
+    workers: list[Known]
+
+
+class Attempt(Message, frozen=True, kw_only=True):
+    """A batch that is being learned, or was when its trainer ended: found in the lease by whoever takes the slot next."""
+
+    batch: Count
+    tries: Count  # attempts that were begun and did not end well, this one included
+    record: Annotated[int, Meta(ge=-1)] = -1  # index of the record that is tried alone; -1: all of them
+
+
 class Lease(Message, frozen=True, kw_only=True):
     """Who serves a slot. Taken by compare-and-set; `epoch` grows with each taking, so a stale holder cannot commit."""
 
@@ -69,7 +122,8 @@ class Lease(Message, frozen=True, kw_only=True):
     job: Name
     holder: Name
     epoch: Count
-    expires: float  # unix seconds
+    expires: float  # unix seconds; 0: it was given up
+    attempts: list[Attempt] = []
 
 
 class Ack(Message, frozen=True, kw_only=True):

@@ -20,6 +20,7 @@ class SessionOpen(Message, frozen=True, kw_only=True):
     action: ActionSpec  # what the policy gives; refused on mismatch
     observation: ObservationSpec  # what the policy takes; refused on mismatch
     lease_s: Annotated[float, Meta(gt=0, le=3600)] = 30.0  # the session ends itself after this long without a call
+    session: Name | None = None  # what it is to be called, so that the asker sees on its subject whether it is still being made
 
 
 class SessionOpened(Message, frozen=True, kw_only=True):

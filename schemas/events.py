@@ -29,6 +29,8 @@ EventType = Literal[
     "worker.lost",
     "worker.restarted",
     "worker.drained",
+    "worker.scaled",
+    "episode.retried",
 ]
 
 

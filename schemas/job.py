@@ -133,6 +133,7 @@ class JobSpec(Document, frozen=True, kw_only=True):
     evaluation: EvaluationSpec | None = None
     latency_ms: Annotated[float, Meta(gt=0, le=10_000)] = 20.0  # no request of this job waits longer for its group to fill
     retention: RetentionSpec | None = None  # unset: its defaults
+    priority: Annotated[int, Meta(ge=-100, le=100)] = 0  # among the tenant's own jobs: of those that wait, the highest is next
     seed: Seed = 0
 
 

@@ -21,6 +21,7 @@ Phase = Literal[
     "cancelled",
 ]
 TERMINAL: frozenset[str] = frozenset({"completed", "failed", "cancelled"})
+Limit = Literal["", "jobs", "slots", "stored_bytes", "device_s", "money", "suspended"]  # of a tenant
 
 
 class Plan(Message, frozen=True, kw_only=True):
@@ -76,4 +77,5 @@ class JobState(Message, frozen=True, kw_only=True):
     added_device_s: Seconds = 0.0  # to the budget, by those who resumed it
     queued: Count = 0  # place among the tenant's jobs that wait for room, when it came; 0: it does not wait for that
     estimate_s: Seconds = 0.0  # how long it may wait there
+    limit: Limit = ""  # the tenant's limit that it waits for; or that lets it rest, and then it goes on by itself
     closed: bool = False  # consumers and queued work are gone, and the ending was announced

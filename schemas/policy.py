@@ -41,6 +41,7 @@ class ActionSpec(Message, frozen=True, kw_only=True):
     high: list[float]
     gripper: Literal["none", "minus_open", "plus_open", "zero_one"] = "none"
     rotation: Literal["none", "axis_angle", "euler_xyz", "quaternion"] = "none"
+    control: Annotated[str, Meta(max_length=60)] = ""  # what an action moves, e.g. osc_pose_delta; empty: there is one way only
 
 
 class ObservationSpec(Message, frozen=True, kw_only=True):
@@ -48,6 +49,7 @@ class ObservationSpec(Message, frozen=True, kw_only=True):
 
     cameras: dict[str, tuple[Positive, Positive, Literal[3]]]
     state_size: Annotated[int, Meta(ge=0, le=4096)]
+    orientation: Literal["upright", "flipped", "mirrored"] = "upright"  # flipped: upside down; mirrored: left is right
 
 
 class PolicyContract(Message, frozen=True, kw_only=True):
@@ -135,6 +137,16 @@ class ExportedPolicy(Message, frozen=True, kw_only=True):
     statistics_hash: str
 
 
+class DeadRecord(Message, frozen=True, kw_only=True):
+    """A record that its batch is learned without: it is a dead letter."""
+
+    batch: Count
+    index: Count  # within the batch
+    msg_id: str
+    seq: Count  # in the TRAINING stream
+    reason: str  # one sentence for the tenant
+
+
 class TrainingState(Message, frozen=True, kw_only=True):
     """Where a trainer resumes: committed by compare-and-set together with what it has learned so far."""
 
@@ -152,3 +164,4 @@ class TrainingState(Message, frozen=True, kw_only=True):
     groups: Count = 0
     metrics: dict[str, float] = {}  # of the last step
     used: Usage | None = None  # what this commit owes: published after it, and by whoever resumes if that was cut off
+    dead: list[DeadRecord] = []  # written down here before they become dead letters, so that nobody waits for them

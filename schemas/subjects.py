@@ -1,7 +1,8 @@
 """THE table: subject ↔ message ↔ stream ↔ who reads it. Everything that names a subject takes it from here.
 
-A subject carries its tenant, and a job's subject carries its job, so that consumers can filter and later the server can
-stamp. Tokens are names (`schemas.base.Name`), hence never contain dots or wildcards.
+A subject carries its tenant, and a job's subject carries its job, so that consumers can filter and the server can stamp. A
+tenant asks under the short names of the `api.*` rows; all else is the provider's. Tokens are names (`schemas.base.Name`), hence
+never contain dots or wildcards.
 """
 
 import re
@@ -9,11 +10,14 @@ from typing import Literal
 
 import msgspec
 
-from schemas import control, environment, events, inference, job, policy, rollout, training, usage
+from schemas import api, control, environment, events, inference, job, policy, rollout, training, usage
 from schemas.base import NAME_PATTERN
 
 Codec = Literal["json", "msgpack"]
 Delivery = Literal["work", "log", "request", "beat"]  # one worker takes it | kept and replayable | core request | core publish
+
+GATEWAY = "tenant.{tenant}."  # before what a tenant asks: put there by the server, see nexus_bus/bus/authority.py
+EVENTS_EXPORT = "event.{tenant}.>"  # what a tenant may listen to; on its side `event.>`
 
 _TOKEN = re.compile(NAME_PATTERN)
 _FIELD = re.compile(r"\{(\w+)\}")
@@ -44,6 +48,15 @@ class SubjectEntry(msgspec.Struct, frozen=True, kw_only=True):
         return _FIELD.sub("*", self.pattern)
 
     @property
+    def local(self) -> str:
+        """What a tenant calls it; empty if it is none of its concern."""
+        return self.pattern.removeprefix(GATEWAY) if self.pattern.startswith(GATEWAY) else ""
+
+    def subject(self, **tokens: str) -> str:
+        """See `subject`."""
+        return subject(self.name, **tokens)
+
+    @property
     def type(self) -> str:
         """The `ce-type` of its messages."""
         return f"nexus.{self.name}"
@@ -53,21 +66,47 @@ def _row(name: str, pattern: str, message: type, **kw: object) -> SubjectEntry:
     return SubjectEntry(name=name, pattern=pattern, message=message, **kw)  # type: ignore[arg-type]  # kw are the Struct's own fields
 
 
+def _call(name: str, message: type, reply: type, summary: str, codec: Codec = "json") -> SubjectEntry:
+    """A request to the gateway; a tenant calls it by its name alone."""
+    return _row(
+        f"api.{name}", GATEWAY + name, message, reply=reply, codec=codec, delivery="request", producer="tenant",
+        consumer="gateway", summary=summary,
+    )  # fmt: skip
+
+
 # fmt: off
 TABLE: tuple[SubjectEntry, ...] = (
-    _row("job.submit", "job.submit.{tenant}", job.JobSpec, stream="JOBS", producer="tenant", consumer="master",
+    _call("job.submit", job.JobSpec, api.Taken, "Send a job document."),
+    _call("job.cancel", job.JobCancel, api.Taken, "Stop a job."),
+    _call("job.pause", job.JobPause, api.Taken, "Let a job rest."),
+    _call("job.resume", job.JobResume, api.Taken, "Go on with a paused job."),
+    _call("job.get", api.JobQuery, api.JobFound, "One job's state."),
+    _call("job.list", api.PageQuery, api.JobPage, "All jobs."),
+    _call("policy.get", api.PolicyQuery, api.PolicyFound, "One policy version."),
+    _call("policy.list", api.PageQuery, api.PolicyPage, "Policy versions, of one job or of all."),
+    _call("policy.state", api.JobQuery, api.StateFound, "Where training of a job stands."),
+    _call("policy.read", api.ContentQuery, api.Content, "A piece of a version's weights.", codec="msgpack"),
+    _call("policy.pin", policy.PolicyPin, api.Taken, "Keep a policy version for good, or no longer."),
+    _call("policy.upload", api.UploadChunk, control.Ack, "A piece of a policy that comes from elsewhere.", codec="msgpack"),
+    _call("policy.import", api.UploadedImport, api.Taken, "Register a policy that was sent before."),
+    _call("infer.request", inference.InferenceRequest, inference.InferenceReply, "Ask a version to act.", codec="msgpack"),
+    _call("event.read", api.LogQuery, api.EventPage, "What happened. Live, without replay: subscribe `event.>`."),
+    _call("usage.read", api.LogQuery, api.UsagePage, "What was used."),
+    _call("audit.read", api.LogQuery, api.AuditPage, "Who did what."),
+    _call("account.show", api.AccountQuery, api.Account, "Limits, keys, and how much is taken."),
+    _row("job.submit", "job.submit.{tenant}", job.JobSpec, stream="JOBS", producer="gateway", consumer="master",
          summary="A job document."),
-    _row("job.cancel", "job.cancel.{tenant}", job.JobCancel, stream="JOBS", producer="tenant", consumer="master",
+    _row("job.cancel", "job.cancel.{tenant}", job.JobCancel, stream="JOBS", producer="gateway", consumer="master",
          summary="Stop a job."),
-    _row("job.pause", "job.pause.{tenant}", job.JobPause, stream="JOBS", producer="tenant", consumer="master",
+    _row("job.pause", "job.pause.{tenant}", job.JobPause, stream="JOBS", producer="gateway", consumer="master",
          summary="Let a job rest."),
-    _row("job.resume", "job.resume.{tenant}", job.JobResume, stream="JOBS", producer="tenant", consumer="master",
+    _row("job.resume", "job.resume.{tenant}", job.JobResume, stream="JOBS", producer="gateway", consumer="master",
          summary="Go on with a paused job."),
     _row("job.report", "job.report.{tenant}.{job}", control.JobReport, stream="JOBS", producer="any worker", consumer="master",
          summary="Progress of a job, on the master's own work queue."),
-    _row("policy.import", "policy.import.{tenant}", policy.PolicyImport, stream="JOBS", producer="tenant", consumer="master",
+    _row("policy.import", "policy.import.{tenant}", policy.PolicyImport, stream="JOBS", producer="gateway", consumer="master",
          summary="Register a policy that comes from elsewhere."),
-    _row("policy.pin", "policy.pin.{tenant}", policy.PolicyPin, stream="JOBS", producer="tenant", consumer="master",
+    _row("policy.pin", "policy.pin.{tenant}", policy.PolicyPin, stream="JOBS", producer="gateway", consumer="master",
          summary="Keep a policy version for good, or no longer."),
     _row("rollout.run", "rollout.run.{tenant}.{job}", rollout.RolloutOrder, stream="ROLLOUT", producer="master",
          consumer="rollout", summary="Play one episode."),
@@ -80,13 +119,16 @@ TABLE: tuple[SubjectEntry, ...] = (
     _row("env.session", "env.session.{tenant}.{session}", environment.SessionCall, reply=environment.SessionReply,
          codec="msgpack", delivery="request", producer="rollout", consumer="environment", summary="One call on a session."),
     _row("infer.request", "infer.request.{tenant}", inference.InferenceRequest, stream="INFERENCE", codec="msgpack",
-         producer="rollout", consumer="inference", summary="THE INFERENCE QUEUE: one observation for one policy version."),
+         producer="rollout, gateway", consumer="inference",
+         summary="THE INFERENCE QUEUE: one observation for one policy version."),
     _row("infer.reply", "infer.reply.{worker}", inference.InferenceReply, codec="msgpack", delivery="beat",
          producer="inference", consumer="rollout", summary="The answer, to the asker's inbox."),
     _row("train.record", "train.record.{tenant}.{job}", rollout.RolloutRecord, stream="TRAINING", codec="msgpack",
          producer="rollout", consumer="trainer", summary="THE TRAINING QUEUE: one training episode."),
     _row("train.batch", "train.batch.{tenant}.{job}", training.TrainingBatch, stream="TRAINING", codec="msgpack",
          producer="environment", consumer="trainer", summary="THE TRAINING QUEUE: one SFT batch."),
+    _row("upload", "upload.{tenant}.{upload}", api.UploadChunk, stream="UPLOADS", codec="msgpack", delivery="log",
+         producer="gateway", consumer="gateway", summary="Pieces of policies that come from elsewhere, until they are whole."),
     _row("event", "event.{tenant}.{job}", events.Event, stream="EVENTS", delivery="log", producer="any worker",
          consumer="tenants, dashboards", summary="Everything that happened."),
     _row("usage", "usage.{tenant}.{job}", usage.Usage, stream="USAGE", delivery="log", producer="workers",
@@ -103,10 +145,15 @@ TABLE: tuple[SubjectEntry, ...] = (
          summary="A supervised process ended."),
     _row("host.order", "host.order.{host}", control.ProcessOrder, reply=control.Ack, delivery="request", producer="health, cli",
          consumer="host", summary="Restart or stop a supervised process."),
+    _row("host.scale", "host.scale.{host}", control.ScaleOrder, reply=control.Scaled, delivery="request", producer="cli",
+         consumer="host", summary="Run more or fewer workers of a role."),
+    _row("health.known", "health.known", control.WorkersQuery, reply=control.WorkersKnown, delivery="request", producer="cli",
+         consumer="health", summary="Everybody whom the Health Manager knows."),
 )
 # fmt: on
 
 BY_NAME: dict[str, SubjectEntry] = {row.name: row for row in TABLE}
+CALLS: tuple[SubjectEntry, ...] = tuple(row for row in TABLE if row.local)  # what tenants may ask
 BY_TYPE: dict[str, SubjectEntry] = {row.type: row for row in TABLE}
 
 

@@ -34,6 +34,8 @@ class Audit(Message, frozen=True, kw_only=True):
     tenant: Name
     action: str  # submit, cancel, pause, resume, budget, policy.imported, policy.pinned, policy.retired, completed …
     job: str = ""  # "_" where the message named none
-    outcome: str = ""  # accepted, ok, queued or refused
+    outcome: str = ""  # asked, accepted, ok, queued or refused
     detail: str = ""  # why, in one sentence
+    key: str = ""  # public key of who asked; empty for the service's own decisions and for the provider
+    submission: str = ""  # message id of the order that it is about
     time: str

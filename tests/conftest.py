@@ -1,10 +1,13 @@
 """Shared by all tests: a real server on a port of its own, a connection to it, and waiting for conditions."""
 
 import asyncio
+import atexit
 import inspect
 import logging
+import os
 import shutil
 import socket
+import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
@@ -14,10 +17,18 @@ import pytest
 import structlog
 
 from nexus_bus.bus import Bus, EmbeddedServer, ensure_topology
+from nexus_bus.bus.authority import Authority
 from nexus_bus.envs.rendering import probe
 from nexus_bus.models import process
+from nexus_bus.worker import Context, Pulse
+from workers.gateway import Gateway
 
 process.settings(1)  # before any test loads torch: one thread and one order of summation, however pytest was started
+
+# One operator for all servers of the tests, made once: its provider's credentials open each of them, from child processes too.
+os.environ["NEXUS_AUTHORITY"] = str(Path(tempfile.mkdtemp(prefix="nexus-authority-")))
+Authority.at(Path(os.environ["NEXUS_AUTHORITY"]))
+atexit.register(shutil.rmtree, os.environ["NEXUS_AUTHORITY"], ignore_errors=True)
 
 structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
 
@@ -54,6 +65,18 @@ async def bus(server: EmbeddedServer) -> AsyncIterator[Bus]:
     connection = await Bus.connect(server.url, name="test")
     await ensure_topology(connection)
     yield connection
+    await connection.close()
+
+
+@pytest.fixture
+async def gateway(server: EmbeddedServer, bus: Bus) -> AsyncIterator[Gateway]:
+    """The tenants' door, on a connection of its own."""
+    connection = await Bus.connect(server.url, name="gateway-0")
+    log = structlog.get_logger()
+    context = Context("gateway", "gateway-0", connection, None, asyncio.Event(), Pulse(), log, "host")
+    serving = Gateway(context)
+    await serving.open()
+    yield serving
     await connection.close()
 
 

@@ -1,6 +1,7 @@
 """Environment: sessions of real simulators, and the dataset side of the Environment Service.
 
-Reads   env.open and env.session (core requests of rollout workers and tenants), ROLLOUT (env.prepare, env.feed).
+Reads   env.open and env.session (core requests of rollout workers and tenants), ROLLOUT (env.prepare, env.feed:
+        a durable consumer per tenant, served by shares of time).
 Writes  TRAINING (SFT batches), JOBS (prepared reports), datasets below the data root.
 Killed  its sessions are gone: whoever held one opens another and plays the episode again from its seed. A half-recorded
         dataset is never finalised, a half-done feed order is redelivered; batches carry ids and are stored once.
@@ -20,12 +21,13 @@ import msgspec
 import numpy as np
 
 from nexus_bus import registry, worker
-from nexus_bus.bus import Bus, Delivery, Done, Durable, Incoming, Outcome, Service, die_with_parent
+from nexus_bus.bus import Bus, Delivery, Done, Incoming, Outcome, Service, data_durable, die_with_parent
 from nexus_bus.data.reader import Dataset
 from nexus_bus.data.sampler import batch_indices
 from nexus_bus.envs.catalog import describe
 from nexus_bus.envs.host import SimulatorHost
 from nexus_bus.errors import ContractError, EnvironmentFault, NexusError, NotFound, Refused, Unavailable
+from nexus_bus.serving import AHEAD, Serving
 from nexus_bus.tensors import encode_image, to_tensor
 from nexus_bus.usage import Tally
 from nexus_bus.worker import Context
@@ -46,9 +48,6 @@ from schemas.training import TrainingBatch, TrainingSample
 
 ROLE: Role = "environment"
 
-DURABLE = Durable(
-    stream="ROLLOUT", name="environment", filters=("env.prepare.*.*", "env.feed.*.*"), max_ack_pending=64, max_deliver=5
-)
 ENCODED_FRAMES = 20_000  # pictures kept encoded for later epochs: about 8 KB each
 IDLE_SESSIONS = 32  # simulators of one kind kept warm for a tenant
 SWEEP_S = 1.0
@@ -84,6 +83,9 @@ class Environment:
         self.datasets: dict[Path, Dataset] = {}
         self.encoded: OrderedDict[tuple[Path, int, str], dict[str, Image]] = OrderedDict()
         self.used = Tally(context.bus, context.name, "environment")
+        self.serving = Serving(
+            context.bus, lambda tenant, _: data_durable(tenant), batch=context.config.feeds + AHEAD, on_dead=self.given_up
+        )
 
     # Sessions
 
@@ -92,11 +94,21 @@ class Environment:
         tenant = incoming.tokens["tenant"]
         if len(self.held) >= self.context.config.sessions:
             raise Unavailable(f"environment worker {self.context.name} holds {len(self.held)} sessions, its limit; try again")
+        allowed = self.serving.allowances.of(tenant).sessions  # of all workers; whoever plays orders keeps to it by itself
+        if allowed is not None and sum(held.tenant == tenant for held in self.held.values()) >= allowed:
+            raise Unavailable(
+                f"sessions: the tenant holds its limit of {allowed}; close one, or try again once its lease is over"
+            )
         known = describe(request.environment)
         _fits(request, known.action, known.observation)
-        name = uuid.uuid4().hex[:16]
-        host, sid = await self._simulator(tenant, request.environment)
+        name = request.session or uuid.uuid4().hex[:16]
+        # Before the simulator, which takes its time: the asker sees that somebody is at it.
         service = await self.bus.serve("env.session", self.call, tenant=tenant, session=name)
+        try:
+            host, sid = await self._simulator(tenant, request.environment)
+        except BaseException:
+            await service.stop()
+            raise
         self.held[name] = Held(
             tenant, request.job, request.environment, host, sid, service, request.lease_s,
             (clock := time.monotonic()) + request.lease_s, clock,
@@ -348,9 +360,12 @@ def _fits(request: SessionOpen, action: Any, observation: Any) -> None:
     for name, wanted, given in (
         ("action.size", action.size, request.action.size),
         ("action.gripper", action.gripper, request.action.gripper),
+        ("action bounds", (action.low, action.high), (request.action.low, request.action.high)),
         ("action.rotation", action.rotation, request.action.rotation),
+        ("action.control", action.control, request.action.control),
         ("observation.state_size", observation.state_size, request.observation.state_size),
         ("observation.cameras", dict(observation.cameras), dict(request.observation.cameras)),
+        ("observation.orientation", observation.orientation, request.observation.orientation),
     ):
         if wanted != given:
             raise ContractError(f"{name}: the environment has {wanted}, the policy expects {given}")
@@ -359,13 +374,12 @@ def _fits(request: SessionOpen, action: Any, observation: Any) -> None:
 async def main(context: Context) -> None:
     """Serve until told to stop."""
     environment = Environment(context)
+    await environment.serving.allowances.load()
     service = await context.bus.serve("env.open", environment.open, queue="environment", tenant="*")
     beside = [asyncio.create_task(work) for work in (environment.sweep(), environment.used.publish())]
     context.pulse.state = "running"
     try:
-        await context.bus.consume(
-            DURABLE, environment.handle, concurrency=context.config.feeds, stop=context.stop, on_dead=environment.given_up
-        )
+        await environment.serving.consume(environment.handle, concurrency=context.config.feeds, stop=context.stop)
     except NexusError:
         context.log.exception("the bus went away for good")
         raise

@@ -1,8 +1,9 @@
 """Health: sees workers by their heartbeats, and has a host restart what died or no longer moves.
 
-Reads   health.beat and health.exit (core subjects).
+Reads   health.beat and health.exit (core subjects), health.known (requests).
 Writes  host.order (requests to the supervising host), EVENTS (worker.lost, worker.restarted).
-Killed  the host restarts it directly; it learns the workers again from their next heartbeats.
+Killed  the host restarts it directly; it learns the workers again from their next heartbeats, and the host tells it again of
+        those that ended meanwhile.
 """
 
 import asyncio
@@ -11,13 +12,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nexus_bus import worker
-from nexus_bus.errors import NexusError
+from nexus_bus.bus import Incoming
+from nexus_bus.errors import NexusError, NotFound
+from nexus_bus.failures import ending
 from nexus_bus.worker import PROVIDER, Context
-from schemas.control import Heartbeat, ProcessExit, ProcessOrder, Role
+from schemas.control import Cause, Heartbeat, Known, ProcessExit, ProcessOrder, Role, WorkersKnown, WorkersQuery
 
 ROLE: Role = "health"
 
 TICK_S = 0.25
+ORDER_S = 10.0  # for a host to answer
+FORGET_S = 120.0  # a lost worker that no host brings back
+LATEST_BACKOFF_S = 10.0
+AGAIN_S = 5.0  # before a host is asked again that did not answer
 
 
 @dataclass
@@ -32,8 +39,12 @@ class Seen:
     busy: bool
     progress: int
     moved: float  # monotonic time at which progress last changed, or at which it was idle
-    restarts: list[float] = field(default_factory=list)
-    ordered: bool = False  # a restart was asked for and no heartbeat of the new process came yet
+    restarts: list[float] = field(default_factory=list)  # within the window of a crash loop
+    total: int = 0  # restarts ever
+    cause: Cause | None = None  # of the last loss
+    lost: int = 0  # the process whose loss was told
+    ordered: bool = False  # a restart is under way, and no heartbeat of the new process came yet
+    again: float = 0.0  # monotonic time before which nothing is tried, since no host answered
 
 
 class Health:
@@ -42,10 +53,16 @@ class Health:
     def __init__(self, context: Context) -> None:
         self.context = context
         self.workers: dict[str, Seen] = {}
+        self.left: dict[str, int] = {}  # workers that left in good order → process: a late heartbeat brings none of them back
         self.back = 0.0  # monotonic time at which the bus was last seen to be away
 
     async def beat(self, message: Heartbeat, _tokens: dict[str, str]) -> None:
         """Note a sign of life; a new pid after an order is a completed restart."""
+        self.context.pulse.progress += 1
+        if message.last:
+            self.leave(message.worker, message.pid)
+        if self.left.get(message.worker) == message.pid:
+            return
         clock = time.monotonic()
         seen = self.workers.get(message.worker)
         if seen is None:
@@ -53,29 +70,39 @@ class Health:
                 message.role, message.host, message.pid, clock, message.state, message.busy, message.progress, clock
             )
         if message.pid != seen.pid:
-            if seen.ordered:
+            if seen.ordered or seen.lost == seen.pid:
                 await self.context.event(
                     "worker.restarted", PROVIDER, key=f"restarted/{message.worker}/{message.pid}",
                     message=f"{message.worker} is back as process {message.pid}",
                     data={"role": message.role, "worker": message.worker, "after_s": round(clock - seen.beat, 3)},
                 )  # fmt: skip
-            seen.pid, seen.ordered, seen.moved = message.pid, False, clock
+            seen.pid, seen.ordered, seen.moved, seen.again = message.pid, False, clock, 0.0
         if message.progress != seen.progress or not message.busy:
             seen.moved = clock
         seen.host, seen.beat, seen.state = message.host, clock, message.state
         seen.busy, seen.progress = message.busy, message.progress
-        self.context.pulse.progress += 1
 
     async def exited(self, message: ProcessExit, _tokens: dict[str, str]) -> None:
         """A supervised process ended: no need to wait for missed heartbeats. Code 0 is a worker that drained."""
+        if message.ordered or message.returncode == 0:
+            self.leave(message.worker, message.pid)
+            return
         seen = self.workers.get(message.worker)
         if seen is None:
             clock = time.monotonic()
             seen = self.workers[message.worker] = Seen(message.role, message.host, message.pid, clock, "lost", False, 0, clock)
-        if message.returncode != 0 and message.pid == seen.pid:
-            await self.restart(message.worker, seen, f"ended with code {message.returncode}")
-        elif message.returncode == 0:
-            self.workers.pop(message.worker, None)
+        if message.pid == seen.pid:
+            words = f": {message.words}" if message.words else ""
+            await self.lose(message.worker, seen, message.cause or "code", ending(message.returncode) + words)
+
+    def leave(self, name: str, pid: int) -> None:
+        """It is not to come back, and nobody is to miss it."""
+        if (seen := self.workers.get(name)) is None or seen.pid == pid:
+            self.workers.pop(name, None)
+            self.left.pop(name, None)
+            self.left[name] = pid
+            if len(self.left) > 1000:
+                del self.left[next(iter(self.left))]
 
     async def look(self) -> None:
         """Find workers that fell silent, and busy ones that stopped moving."""
@@ -84,46 +111,80 @@ class Health:
             self.back = clock
             return
         for name, seen in list(self.workers.items()):
-            if seen.ordered or seen.role == ROLE:
-                if seen.ordered and clock - seen.restarts[-1] > settings.starting_s:
+            if seen.role == ROLE or clock < seen.again:
+                continue
+            if seen.ordered:
+                if clock - seen.restarts[-1] > settings.starting_s:
                     seen.ordered = False  # the new process never spoke: look at it again
                 continue
             silent = clock - max(seen.beat, self.back)
             allowed = settings.starting_s if seen.state == "starting" else settings.beat_s * settings.missed
             if silent > allowed:
-                await self.restart(name, seen, f"no heartbeat for {silent:.1f} s")
+                if seen.lost == seen.pid and clock - seen.beat > FORGET_S:
+                    del self.workers[name]
+                else:
+                    await self.lose(name, seen, "silent", f"no heartbeat for {silent:.1f} s")
             elif seen.busy and seen.state == "running" and clock - seen.moved > settings.wedged_s:
-                await self.restart(name, seen, f"no progress for {clock - seen.moved:.0f} s")
+                await self.lose(name, seen, "wedged", f"no progress for {clock - seen.moved:.0f} s")
 
-    async def restart(self, name: str, seen: Seen, why: str) -> None:
-        """Ask the host for a restart, with back-off, and give up on a crash loop."""
+    async def lose(self, name: str, seen: Seen, cause: Cause, why: str) -> None:
+        """Tell of a loss, once a process, and have the worker brought back; a crash loop is left alone for a while."""
         settings, clock = self.context.config, time.monotonic()
-        if seen.ordered:
+        if seen.ordered or clock < seen.again:
             return
         seen.restarts = [t for t in seen.restarts if clock - t < settings.loop_window_s]
-        if len(seen.restarts) >= settings.loop_limit:
+        looping = len(seen.restarts) >= settings.loop_limit
+        if seen.lost != seen.pid:
+            seen.lost, seen.cause = seen.pid, cause
+            await self.context.event(
+                "worker.lost", PROVIDER, key=f"lost/{name}/{seen.pid}", message=f"{name} (process {seen.pid}), {cause}: {why}",
+                data={
+                    "role": seen.role, "worker": name, "host": seen.host, "pid": seen.pid, "cause": cause, "reason": why,
+                    "restarts": len(seen.restarts),
+                },
+            )  # fmt: skip
+        if looping:
             if seen.state != "given up":
                 seen.state = "given up"
                 await self.context.event(
                     "worker.lost", PROVIDER, key=f"looping/{name}/{seen.pid}",
-                    message=f"{name} ended {len(seen.restarts)} times in {settings.loop_window_s:g} s; left alone",
+                    message=f"{name} ended {len(seen.restarts)} times in {settings.loop_window_s:g} s; left alone for a while",
+                    data={"role": seen.role, "worker": name, "cause": seen.cause, "looping": True},
                 )  # fmt: skip
             return
-        seen.ordered = True
+        seen.state, seen.ordered = "restarting", True
         seen.restarts.append(clock)
-        await self.context.event(
-            "worker.lost", PROVIDER, key=f"lost/{name}/{seen.pid}", message=f"{name} (process {seen.pid}): {why}",
-            data={"role": seen.role, "worker": name},
-        )  # fmt: skip
         delay = settings.backoff_s * (2 ** (len(seen.restarts) - 1) - 1)  # the first restart is immediate
-        if delay:
-            await asyncio.sleep(min(delay, 10.0))
+        # Beside the others: whoever crashes again and again must not keep those waiting that ended once.
+        self.context.bus.spawn(self.restart(name, seen, why, min(delay, LATEST_BACKOFF_S)))
+
+    async def restart(self, name: str, seen: Seen, why: str, delay: float) -> None:
+        """Ask the host for a new process, after `delay` seconds."""
+        await asyncio.sleep(delay)
         order = ProcessOrder(worker=name, action="restart", reason=why, pid=seen.pid)
         try:
-            await self.context.bus.request("host.order", order, timeout=10.0, host=seen.host)
+            await self.context.bus.request("host.order", order, timeout=ORDER_S, host=seen.host)
+            seen.total += 1
+        except NotFound:  # it was told to stop, or its host is another one by now
+            self.leave(name, seen.pid)
         except NexusError as error:
-            seen.ordered = False
-            self.context.log.warning("the host did not restart a worker", worker=name, host=seen.host, error=str(error))
+            # A machine that is gone with its host, or a worker that somebody else looks after, say Kubernetes.
+            seen.state, seen.ordered, seen.again = "lost", False, time.monotonic() + AGAIN_S
+            seen.restarts.pop()
+            self.context.log.warning("no host restarted a worker", worker=name, host=seen.host, error=str(error))
+
+    async def known(self, _query: WorkersQuery, _incoming: Incoming) -> WorkersKnown:
+        """Everybody, for `nexus workers`."""
+        clock = time.monotonic()
+        return WorkersKnown(
+            workers=[
+                Known(
+                    role=seen.role, worker=name, host=seen.host, pid=seen.pid, state=seen.state, busy=seen.busy,
+                    progress=seen.progress, silent_s=round(clock - seen.beat, 3), restarts=seen.total, cause=seen.cause,
+                )
+                for name, seen in sorted(self.workers.items())
+            ]
+        )  # fmt: skip
 
 
 async def main(context: Context) -> None:
@@ -132,6 +193,7 @@ async def main(context: Context) -> None:
     subscriptions = [
         await context.bus.subscribe("health.beat", health.beat, role="*", worker="*"),
         await context.bus.subscribe("health.exit", health.exited, host="*"),
+        await context.bus.serve("health.known", health.known, queue="health"),
     ]
     context.pulse.state = "running"
     while not context.stop.is_set():

@@ -1,6 +1,7 @@
 """Inference: one resident backbone, a private slot per policy version, one grouped forward for many tenants.
 
-Reads   INFERENCE (a durable consumer per tenant, served by shares of device time), registry (tenants, policy versions), blobs.
+Reads   INFERENCE (a durable consumer per tenant, served by shares of device time), registry (tenants and their limits,
+        policy versions), blobs.
 Writes  answers to the asker's inbox, USAGE, EVENTS (refused requests, gaps that the canary found).
 Killed  what it held is redelivered to another or to the restarted one; an answer depends on the request and the version
         alone, so answering twice is harmless. Slots are a cache: a version is loaded on demand, never a 404.
@@ -14,12 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nexus_bus import registry, telemetry, worker
-from nexus_bus.bus import Bus, Delivery, Rounds, ensure_tenant, inference_durable
+from nexus_bus import faults, telemetry, worker
+from nexus_bus.bus import Bus, Delivery, inference_durable
 from nexus_bus.errors import BadMessage, NexusError, NotFound
 from nexus_bus.loading import Loader
 from nexus_bus.models import process
 from nexus_bus.pace import Pace
+from nexus_bus.serving import Serving
 from nexus_bus.tensors import to_tensor
 from nexus_bus.usage import Device, Tally
 from nexus_bus.worker import PROVIDER, Context
@@ -34,7 +36,7 @@ if TYPE_CHECKING:
 ROLE: Role = "inference"
 
 DRAIN_S = 1.0  # for answers on their way when told to stop
-HOLD_S = 1.5  # what is held is said to be in progress this often; less than a third of the durable's ack_wait
+HOLD_S = 0.9  # what is held is said to be in progress this often; less than a third of the durable's ack_wait
 CANARY_IDLE_S = 0.02  # nothing came for so long: the canary runs
 CANARY_GROUPS = 50  # or so many groups after its answer
 
@@ -66,8 +68,9 @@ class Inference:
     def __init__(self, context: Context) -> None:
         self.context = context
         self.bus: Bus = context.bus
-        self.kv = context.bus.kv("registry")
-        self.rounds = Rounds()
+        room = context.config.tenant_inflight
+        self.serving = Serving(context.bus, lambda tenant, _: inference_durable(tenant), batch=room)
+        self.rounds = self.serving.rounds
         self.used = Tally(context.bus, context.name, "inference")
         self.compute = Device(self.used, "forward")
         self.backbone: Any = None
@@ -87,7 +90,9 @@ class Inference:
         await self.load()
         self.context.pulse.state = "running"
         try:
-            await worker.side_by_side(self.serve(), self.tenants(), self.versions.follow(), self.hold(), self.used.publish())
+            await worker.side_by_side(
+                self.serve(), self.serving.follow(), self.versions.follow(), self.hold(), self.used.publish()
+            )
         finally:
             await self.hand_back()
 
@@ -134,18 +139,6 @@ class Inference:
             if module is not None:
                 module.to(self.backbone.device)
         return slot
-
-    async def tenants(self) -> None:
-        """Serve each tenant's own consumer, from the moment the tenant exists."""
-        seen: set[str] = set()
-        async for key, entry in self.kv.watch("tenant.", dict):
-            tenant = registry.tenant_of(key)
-            if entry is None or tenant in seen:
-                continue
-            seen.add(tenant)
-            await ensure_tenant(self.bus, tenant)
-            room = self.context.config.tenant_inflight
-            self.rounds.add(tenant, await self.bus.pull(inference_durable(tenant), batch=room, counted=True))
 
     async def serve(self) -> None:
         """Collect, run, answer, until told to stop. The canary runs when nobody waits, or when it was put off for long."""
@@ -225,6 +218,7 @@ class Inference:
         try:
             started = time.time_ns()
             results, busy_s = await asyncio.get_running_loop().run_in_executor(self.compute, self.answering.forward, group)
+            faults.at("after-compute")
             self.pace.ran(len(group), busy_s)
             self.groups += 1
             now = {id(ask): (ask, result) for ask, result in zip(group, results, strict=True) if result is not None}

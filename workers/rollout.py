@@ -1,6 +1,7 @@
 """Rollout: plays episodes, a session of the Environment Service on one side and the Inference Queue on the other.
 
-Reads   ROLLOUT (rollout.run), answers of inference workers on its inbox.
+Reads   ROLLOUT (rollout.run: a durable consumer per tenant, served by shares of time), registry (tenants and their limits),
+        answers of inference workers on its inbox.
 Writes  INFERENCE (infer.request), TRAINING (rollout records), JOBS (episode reports).
 Killed  the order was not acknowledged and is played again, by anybody, to the same record under the same id: seeds and the
         policy version are in the order.
@@ -15,8 +16,9 @@ from typing import Any
 import numpy as np
 
 from nexus_bus import telemetry, worker
-from nexus_bus.bus import Bus, Delivery, Done, Durable, Outcome
+from nexus_bus.bus import Bus, Delivery, Done, Outcome, rollout_durable
 from nexus_bus.errors import EnvironmentFault, Refused, Unavailable, from_code
+from nexus_bus.serving import AHEAD, Serving
 from nexus_bus.tensors import from_tensor, to_tensor
 from nexus_bus.worker import Context
 from schemas.base import Tensor
@@ -24,10 +26,9 @@ from schemas.control import JobReport, Role
 from schemas.environment import Observation, SessionCall, SessionOpen, SessionOpened, SessionReply
 from schemas.inference import InferenceReply, InferenceRequest
 from schemas.rollout import EpisodeResult, RolloutOrder, RolloutRecord, RolloutStep
+from schemas.subjects import subject
 
 ROLE: Role = "rollout"
-
-DURABLE = Durable(stream="ROLLOUT", name="rollout", filters=("rollout.run.*.*",), max_ack_pending=256, max_deliver=8)
 
 
 @dataclass
@@ -78,6 +79,9 @@ class Rollout:
                 if order.purpose == "train":
                     await self._hand_on(episode, name, simulator)
                 await self._report(episode, name, simulator, time.monotonic() - started)
+        except EnvironmentFault as fault:
+            await self._retried(order, name, delivery.num_delivered, fault)
+            raise
         finally:
             self.context.pulse.busy -= 1
         return Done()
@@ -133,14 +137,19 @@ class Rollout:
             action=order.action,
             observation=order.observation,
             lease_s=self.context.config.session_lease_s,
+            session=uuid.uuid4().hex[:16],
         )
-        return await self.bus.request("env.open", request, timeout=self.context.config.open_timeout_s, tenant=order.tenant)
+        return await self.bus.request(
+            "env.open", request, timeout=self.context.config.open_timeout_s, tenant=order.tenant,
+            watch=subject("env.session", tenant=order.tenant, session=request.session or ""),
+        )  # fmt: skip
 
     async def _call(self, order: RolloutOrder, opened: SessionOpened, call: SessionCall) -> SessionReply:
         with telemetry.span(f"environment.{call.op}"):
             return await self.bus.request(
-                "env.session", call, timeout=self.context.config.call_timeout_s, tenant=order.tenant, session=opened.session
-            )
+                "env.session", call, timeout=self.context.config.call_timeout_s, watch=opened.subject, tenant=order.tenant,
+                session=opened.session,
+            )  # fmt: skip
 
     async def _infer(self, order: RolloutOrder, observation: Observation, step: int) -> InferenceReply:
         request = InferenceRequest(
@@ -219,6 +228,14 @@ class Rollout:
         report = JobReport(job=order.job, kind="episode", episode=result)
         await self.bus.publish("job.report", report, msg_id=f"{order.tenant}/{name}/report", tenant=order.tenant, job=order.job)
 
+    async def _retried(self, order: RolloutOrder, name: str, attempt: int, fault: EnvironmentFault) -> None:
+        """A fault of the simulator costs its own job a retry, and the job is told."""
+        await self.context.event(
+            "episode.retried", order.tenant, job=order.job, key=f"retried/{name}/{attempt}",
+            message=f"episode {order.purpose}/{order.batch}/{order.index} is played again: {fault}",
+            data={"cause": "simulator", "batch": order.batch, "index": order.index, "attempt": attempt},
+        )  # fmt: skip
+
     async def given_up(self, delivery: Delivery, reason: str) -> None:
         """An order that cannot be played fails its job by name; a missing episode would leave it waiting for ever."""
         if delivery.row.name != "rollout.run":
@@ -244,10 +261,15 @@ async def main(context: Context) -> None:
     """Serve until told to stop."""
     rollout = Rollout(context)
     await rollout.open()
-    context.pulse.state = "running"
-    await context.bus.consume(
-        DURABLE, rollout.handle, concurrency=context.config.concurrency, stop=context.stop, on_dead=rollout.given_up
+    concurrency = context.config.concurrency
+    serving = Serving(
+        context.bus,
+        lambda tenant, limits: rollout_durable(tenant, limits.sessions),
+        batch=concurrency + AHEAD,
+        on_dead=rollout.given_up,
     )
+    context.pulse.state = "running"
+    await serving.consume(rollout.handle, concurrency=concurrency, stop=context.stop)
 
 
 def run(**options: Any) -> int:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from nats.errors import Error as NatsError
 
+from nexus_bus import faults
 from nexus_bus.bus import headers as wire
 from nexus_bus.clock import now
 from nexus_bus.errors import Conflict, NexusError, NotFound, Unavailable
@@ -88,6 +89,7 @@ class Blobs:
             await self._bus.publisher.send(self._meta(sha), msgspec.json.encode(info), given, max(1.0, ends - time.monotonic()))
         except Conflict:
             await self._purge(f"C.{nuid}")  # somebody else stored the same content meanwhile
+        faults.at("after-blob", self._bucket)
         return ref
 
     async def get(self, ref: BlobRef | str, *, deadline: float = 60.0) -> bytes:

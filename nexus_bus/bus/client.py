@@ -34,6 +34,13 @@ class GuardedClient(Client):
         else:
             await self._process_op_err(Error(f"nats: {err_msg}"))
 
+    async def _process_headers(self, headers: Any) -> dict[str, str] | None:
+        """A status line that is no text raised, and killed the read loop: any tenant could have cut the gateway off."""
+        try:
+            return await super()._process_headers(headers)
+        except (ValueError, IndexError):  # of what nobody can read, nothing is read
+            return None
+
     async def _attempt_reconnect(self) -> None:
         """The stock client first waits for its unsent bytes to leave, which they never do to a server that hangs."""
         writer: Any = getattr(self._transport, "_io_writer", None)

@@ -1,29 +1,33 @@
 """The connection to the bus: one object per process, from which everything else hangs."""
 
 import asyncio
-import json
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
+from pathlib import Path
 from typing import Any, Self
 
 import structlog
+from nats.aio.client import RawCredentials
 from nats.errors import Error as NatsError
-from nats.errors import NoRespondersError
 from nats.js.client import JetStreamContext
 
+from nexus_bus import faults
 from nexus_bus.bus import headers as wire
+from nexus_bus.bus.api import ServerApi
 from nexus_bus.bus.blobs import Blobs
 from nexus_bus.bus.client import GuardedClient
 from nexus_bus.bus.codec import decode, encode
 from nexus_bus.bus.consume import Handler, Loop, OnBad
 from nexus_bus.bus.delivery import Delivery, Hold
+from nexus_bus.bus.jwt import Credentials, denial, read_creds
 from nexus_bus.bus.kv import Kv
 from nexus_bus.bus.publish import Published, Publisher
 from nexus_bus.bus.pull import OnDead, Puller
 from nexus_bus.bus.request import RequestHandler, Service, request
 from nexus_bus.bus.tail import Item, Since, tail
+from nexus_bus.bus.tls import context
 from nexus_bus.bus.topology import BLOBS, PAYLOADS, Durable, ensure_topology
-from nexus_bus.errors import NexusError, Unavailable
+from nexus_bus.config import default_ca, default_creds
+from nexus_bus.errors import Denied, NexusError, Unavailable
 from schemas.subjects import BY_NAME, parse, subject
 
 PENDING_BYTES = 64 << 20  # outbound buffer; the stock 2 MiB fills in a moment
@@ -47,13 +51,15 @@ class Subscription:
             return  # the connection is gone, and the subscription with it
 
 
-class Bus:
+class Bus(ServerApi):
     """A connection that comes back for ever, and what is built on it."""
 
-    def __init__(self, url: str, name: str) -> None:
+    def __init__(self, url: str, name: str, creds: Credentials | None = None) -> None:
         """Use `Bus.connect`."""
         self.url = url
         self.name = name
+        self.creds = creds
+        self.denied = ""  # why the server does not let us in, while it does not
         self.log: Any = structlog.get_logger()
         self.client = GuardedClient()
         self.js: Any = JetStreamContext(self.client, timeout=2)  # Any: its types are half open
@@ -66,27 +72,64 @@ class Bus:
         self._watch: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
         self._closing = False
+        self._refused = asyncio.Event()
 
     @classmethod
-    async def connect(cls, url: str, *, name: str = "client", timeout: float = 15.0) -> Self:
-        """Connect, waiting up to `timeout` seconds for JetStream to answer. Later the connection comes back for ever.
+    async def connect(
+        cls,
+        url: str,
+        *,
+        name: str = "client",
+        timeout: float = 15.0,
+        creds: str | Path | None = None,
+        streams: bool = True,
+    ) -> Self:
+        """Connect, waiting up to `timeout` seconds for the server to answer. Later the connection comes back for ever.
+
+        Args:
+            url: one server, or several of a cluster with commas between.
+            creds: a `.creds` file; default NEXUS_CREDS, else the provider's of this home, else none.
+            streams: wait until JetStream answers, too; the system account and tenants have none.
 
         Raises:
+            Denied: the credentials are damaged, or the server does not accept them.
             Unavailable: nothing answers at `url`.
         """
-        bus = cls(url, name)
+        source = creds if creds is not None else default_creds()
+        bus = cls(url, name, read_creds(source) if source not in (None, "none") else None)
+        opening = asyncio.ensure_future(bus._open(streams and bus.tenant is None))
+        denied = asyncio.ensure_future(bus._refused.wait())
         try:
-            async with asyncio.timeout(timeout):
-                await bus._open()
+            await asyncio.wait({opening, denied}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+            if opening.done():
+                opening.result()
+                return bus
+            opening.cancel()
+            await asyncio.wait({opening})
+            await bus.client.close()
+            if bus.denied:
+                raise Denied(bus.denied)
+            raise TimeoutError  # noqa: TRY301 - as whatever else may have come of it
         except (NatsError, OSError, TimeoutError) as error:
             await bus.client.close()
             why = bus.client.last_error or error
             raise Unavailable(f"no NATS server with JetStream at {url}: {why!r}. Start one with `nexus up`") from error
-        return bus
+        finally:
+            denied.cancel()
 
-    async def _open(self) -> None:
+    @property
+    def tenant(self) -> str | None:
+        """Whom the connection speaks for; None: the provider, who may speak for everybody."""
+        return self.creds.tenant if self.creds is not None else None
+
+    async def _open(self, streams: bool) -> None:
+        secret: dict[str, Any] = {}
+        if self.creds is not None:
+            secret["user_credentials"] = RawCredentials(self.creds.text)
+        if self.url.startswith("tls://"):
+            secret["tls"] = context(default_ca())
         await self.client.connect(
-            servers=[self.url],
+            servers=[one.strip() for one in self.url.split(",")],
             name=self.name,
             connect_timeout=2,
             max_reconnect_attempts=-1,
@@ -97,8 +140,9 @@ class Bus:
             error_cb=self._on_error,
             disconnected_cb=self._on_disconnect,
             reconnected_cb=self._on_reconnect,
+            **secret,
         )
-        while True:
+        while streams:
             try:
                 await self.js.account_info()
                 break
@@ -134,6 +178,11 @@ class Bus:
 
     async def _on_error(self, error: Exception) -> None:
         self.log.debug("nats", error=repr(error))
+        if not self.up.is_set() and (why := denial(str(error), self.creds, self.url)):
+            if why != self.denied and self._watch is not None:
+                self.log.warning("the server does not let us in any more", why=why)
+            self.denied = why
+            self._refused.set()
 
     async def _on_disconnect(self) -> None:
         self.up.clear()
@@ -142,6 +191,7 @@ class Bus:
 
     async def _on_reconnect(self) -> None:
         self.log.info("the bus is back", url=self.url)
+        self.denied = ""
         self.up.set()
         self.spawn(self._resume())
 
@@ -195,17 +245,33 @@ class Bus:
             await self.client.publish(on, body, headers=wire.build(row, self.name, extra=headers))
         except NatsError as error:
             self.log.debug("cast lost", subject=on, error=repr(error))
+        faults.at("after-cast", name)
 
     # Requests and subscriptions
 
-    async def request(self, name: str, message: Any, *, timeout: float = 5.0, **tokens: str) -> Any:
+    async def request(
+        self,
+        name: str,
+        message: Any,
+        *,
+        timeout: float = 5.0,
+        headers: dict[str, str] | None = None,
+        watch: str = "",
+        **tokens: str,
+    ) -> Any:
         """Ask whoever serves it.
+
+        Args:
+            watch: a subject that one process serves; once nobody does, no answer is waited for.
 
         Raises:
             NexusError: what the other side raised, as the same class.
+            Denied: the server does not let us in any more.
             Unavailable: nobody serves it, or no answer in time.
         """
-        return await request(self, BY_NAME[name], subject(name, **tokens), message, timeout)
+        row = BY_NAME[name]
+        on = row.local if self.tenant is not None and row.local else subject(name, **tokens)
+        return await request(self, row, on, message, timeout, headers, watch)
 
     async def serve(self, name: str, handler: RequestHandler, *, queue: str = "", **tokens: str) -> Service:
         """Answer requests, many at a time: `await handler(message, incoming)` gives the reply; `*` takes any token."""
@@ -280,70 +346,6 @@ class Bus:
     def kv(self, bucket: str) -> Kv:
         """A key-value bucket with typed values and compare-and-set."""
         return Kv(self, bucket)
-
-    # The server's API
-
-    async def ask(self, on: str, payload: bytes = b"", *, deadline: float = 15.0) -> Any:
-        """A request to the server itself, repeated until it answers: only for what may be done twice.
-
-        Raises:
-            Unavailable: no answer within `deadline` seconds.
-        """
-        ends = time.monotonic() + deadline
-        while (left := ends - time.monotonic()) > 0:
-            try:
-                async with asyncio.timeout(left):
-                    await self.up.wait()
-                return await self.client.request(on, payload, timeout=min(2.0, left))
-            except NoRespondersError:
-                await asyncio.sleep(0.05)  # JetStream opens a little later than the server
-            except (NatsError, TimeoutError):
-                continue
-        raise Unavailable(f"{on}: no answer from the server within {deadline:g} s")
-
-    async def last(self, stream: str, on: str) -> Any:
-        """The last message of one subject, or None."""
-        msg = await self.ask(f"$JS.API.DIRECT.GET.{stream}.{on}")
-        status = wire.get(msg, "Status")
-        if status == "404":
-            return None
-        if status:
-            raise Unavailable(f"{on}: {wire.get(msg, 'Description')}")
-        return msg
-
-    async def purge(self, name: str, **tokens: str) -> None:
-        """Remove what is queued on a subject."""
-        stream = BY_NAME[name].stream
-        if stream is not None:
-            await self.ask(f"$JS.API.STREAM.PURGE.{stream}", json.dumps({"filter": subject(name, **tokens)}).encode())
-
-    async def queued(self, stream: str) -> dict[str, int]:
-        """Messages per subject of a stream."""
-        found: dict[str, int] = {}
-        while True:
-            body = json.dumps({"subjects_filter": ">", "offset": len(found)}).encode()
-            info: dict[str, Any] = json.loads((await self.ask(f"$JS.API.STREAM.INFO.{stream}", body)).data)
-            page: dict[str, int] = info.get("state", {}).get("subjects") or {}
-            found |= page
-            if not page or len(found) >= int(info.get("total", 0)):
-                return found
-
-    async def drop(self, stream: str, on: str) -> None:
-        """Remove what is queued on one subject, whatever its tokens are."""
-        await self.ask(f"$JS.API.STREAM.PURGE.{stream}", json.dumps({"filter": on}).encode())
-
-    async def depths(self) -> dict[str, dict[str, tuple[int, int]]]:
-        """Per work queue and consumer: (waiting, delivered and unanswered)."""
-        found: dict[str, dict[str, tuple[int, int]]] = {}
-        for stream in ("JOBS", "ROLLOUT", "INFERENCE", "TRAINING"):
-            found[stream], total = {}, 1
-            while len(found[stream]) < total:
-                body = json.dumps({"offset": len(found[stream])}).encode()
-                page: dict[str, Any] = json.loads((await self.ask(f"$JS.API.CONSUMER.LIST.{stream}", body, deadline=5.0)).data)
-                listed: list[dict[str, Any]] = page.get("consumers") or []
-                found[stream] |= {c["name"]: (int(c["num_pending"]), int(c["num_ack_pending"])) for c in listed}
-                total = int(page.get("total", 0)) if listed else 0
-        return found
 
 
 def _pattern(name: str, tokens: dict[str, str]) -> str:

@@ -9,14 +9,15 @@ import asyncio
 import time
 import uuid
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from opentelemetry import context as otel
 from opentelemetry.propagate import extract
 
+from nexus_bus import faults
 from nexus_bus.bus.delivery import Delivery, Hold
 from nexus_bus.bus.outcomes import Done, Outcome, Reject, Retry
-from nexus_bus.bus.pull import OnDead, Puller, give_up
+from nexus_bus.bus.pull import OnDead, give_up
 from nexus_bus.bus.topology import Durable
 from nexus_bus.errors import BadMessage, NexusError, Refused, Unavailable
 
@@ -29,6 +30,22 @@ OnBad = Callable[[Delivery, BadMessage], Awaitable[None]]
 PATIENCE_S = 300.0  # how long a message waits here for what it needs, before that counts as a failed attempt
 MAX_PAUSE_S = 30.0
 TICK_S = 0.25  # how soon the loop sees `stop`
+
+
+class Source(Protocol):
+    """Where messages come from: a Puller, or Rounds over those of many."""
+
+    async def get(self, n: int, wait: float) -> list[Delivery]:
+        """Up to `n` messages; waits up to `wait` seconds for the first."""
+        ...
+
+    async def done(self, delivery: Delivery, seconds: float) -> None:
+        """One of them is no longer in hand; it was for so long."""
+        ...
+
+    async def stop(self) -> None:
+        """No more is wanted; what nobody took goes back."""
+        ...
 
 
 class Loop:
@@ -46,28 +63,33 @@ class Loop:
         self.on_dead = on_dead
 
     async def run(self, concurrency: int, grace: float) -> None:
-        """Until `stop` is set. Then no more is taken, handlers have `grace` seconds, and the rest is handed back."""
+        """Serve the consumer."""
         puller = await self.bus.pull(self.durable, batch=concurrency, counted=True, on_dead=self.on_dead)
+        await self.serve(puller, concurrency, grace)
+
+    async def serve(self, source: Source, concurrency: int, grace: float) -> None:
+        """Until `stop` is set. Then no more is taken, handlers have `grace` seconds, and the rest is handed back."""
         running: set[asyncio.Task[None]] = set()
         try:
             while not self.stop.is_set():
                 if len(running) >= concurrency:
                     await asyncio.wait(running, timeout=TICK_S, return_when=asyncio.FIRST_COMPLETED)
                     continue
-                for delivery in await puller.get(concurrency - len(running), wait=TICK_S):
-                    task = asyncio.create_task(self.in_turn(delivery, puller))
+                for delivery in await source.get(concurrency - len(running), wait=TICK_S):
+                    task = asyncio.create_task(self.in_turn(delivery, source))
                     running.add(task)
                     task.add_done_callback(running.discard)
         finally:
-            await puller.stop()
+            await source.stop()
             if running:
                 await asyncio.wait(running, timeout=grace)
             for task in running:
                 task.cancel()
             await asyncio.gather(*running, return_exceptions=True)
 
-    async def in_turn(self, delivery: Delivery, puller: Puller) -> None:
+    async def in_turn(self, delivery: Delivery, source: Source) -> None:
         """One message, and room for the next one."""
+        began = time.monotonic()
         try:
             await self.one(delivery)
         except Unavailable as error:
@@ -75,7 +97,7 @@ class Loop:
         except Exception:  # in `on_bad` or `on_dead`: it comes again after its ack_wait, and the loop goes on
             self.bus.log.exception("not answered; it will come again", msg_id=delivery.msg_id)
         finally:
-            await puller.release(1)
+            await source.done(delivery, time.monotonic() - began)
 
     async def one(self, delivery: Delivery) -> None:
         """One message, from decoding to its answer."""
@@ -103,6 +125,7 @@ class Loop:
         """Run the handler in the trace of the message; turn what it raises into an outcome."""
         token = otel.attach(extract(delivery.headers))
         try:
+            faults.at("before-handle", delivery.row.name)
             return await self.handler(delivery)
         except Refused as error:
             return Reject(str(error))
@@ -119,6 +142,7 @@ class Loop:
 
     async def answer(self, delivery: Delivery, outcome: Outcome) -> None:
         """The one place where an outcome becomes ack, nak or term."""
+        faults.at("after-handle", delivery.row.name)
         match outcome:
             case Done():
                 await delivery.ack()

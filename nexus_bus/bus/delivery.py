@@ -10,6 +10,7 @@ import msgspec
 from nats.aio.msg import Msg
 from nats.errors import Error as NatsError
 
+from nexus_bus import faults
 from nexus_bus.bus import headers as wire
 from nexus_bus.bus.codec import decode
 from nexus_bus.bus.dead import bury
@@ -131,6 +132,7 @@ class Delivery:
         else:
             raise Unavailable(f"acknowledgement of {self.msg_id} not confirmed; it will be delivered again")
         self.settled = True
+        faults.at("after-ack", self.row.name)
         if self._ref is not None and self.row.delivery == "work":
             self._bus.spawn(self._bus.payloads.discard(self._ref))
 

@@ -16,6 +16,7 @@ CONTENT_TYPE = "Content-Type"
 REPLY_TO = "Nexus-Reply-To"
 BLOB = "Nexus-Blob"  # the payload is a BlobRef; the message itself lies in the object store
 ERROR_CODE = "Nexus-Error-Code"  # of a reply whose payload is the text of an error
+PROBE = "Nexus-Probe"  # of a request that wants no answer but to know that somebody is there
 EXPECTED_REVISION = "Nats-Expected-Last-Subject-Sequence"
 ROLLUP = "Nats-Rollup"
 

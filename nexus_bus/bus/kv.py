@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import msgspec
 
+from nexus_bus import faults
 from nexus_bus.bus import headers as wire
 from nexus_bus.bus.tail import Reader
 from nexus_bus.errors import BadMessage, Conflict
@@ -111,7 +112,9 @@ class Kv:
     async def _write(self, key: str, data: bytes, given: dict[str, str], deadline: float) -> int:
         # The id makes a repeated write the same write: a compare-and-set whose answer was lost does not fail against itself.
         given = given | {wire.MSG_ID: uuid.uuid4().hex}
-        return (await self._bus.publisher.send(self._subject(key), data, given, deadline)).seq
+        revision = (await self._bus.publisher.send(self._subject(key), data, given, deadline)).seq
+        faults.at("after-write", key)
+        return revision
 
     def _entry(self, key: str, data: bytes, revision: int, kind: type[T]) -> Entry[T]:
         try:

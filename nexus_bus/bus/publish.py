@@ -14,6 +14,7 @@ import msgspec
 from nats.errors import Error as NatsError
 from nats.errors import MaxPayloadError
 
+from nexus_bus import faults
 from nexus_bus.bus import headers as wire
 from nexus_bus.errors import Conflict, NexusError, Refused, Unavailable
 from schemas.subjects import SubjectEntry
@@ -93,7 +94,9 @@ class Publisher:
             ref = await self._bus.payloads.put(payload, media_type=given[wire.CONTENT_TYPE])
             given[wire.BLOB] = ref.sha256
             payload = msgspec.json.encode(ref)
-        return await self.send(on, payload, given, deadline)
+        published = await self.send(on, payload, given, deadline)
+        faults.at("after-publish", row.name)
+        return published
 
     async def send(self, on: str, payload: bytes, given: dict[str, str], deadline: float) -> Published:
         """Send until confirmed. A full queue is waited for with growing pauses, as long as the deadline allows.

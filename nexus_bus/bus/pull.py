@@ -210,6 +210,10 @@ class Puller:
         self._taken -= count if self._counted else 0
         await self._request.renew()
 
+    async def done(self, delivery: Delivery, seconds: float) -> None:
+        """One of those taken is done with; what it took is of no matter to a single consumer."""
+        await self.release(1)
+
     async def _opened(self, delivery: Delivery) -> bool:
         """Whether a message may be handed out, with its payload at hand."""
         try:

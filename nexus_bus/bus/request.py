@@ -2,24 +2,26 @@
 
 import asyncio
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from nats.errors import Error as NatsError
-from nats.errors import NoRespondersError
+from nats.errors import MaxPayloadError, NoRespondersError
 from opentelemetry import context as otel
 from opentelemetry.propagate import extract
 
+from nexus_bus import faults
 from nexus_bus.bus import headers as wire
 from nexus_bus.bus.codec import decode, encode
-from nexus_bus.errors import NexusError, Unavailable, from_code
+from nexus_bus.errors import Denied, NexusError, Refused, Unavailable, from_code
 from schemas.subjects import SubjectEntry, parse
 
 if TYPE_CHECKING:
     from nexus_bus.bus.connection import Bus
 
 STOP_S = 5.0
+PROBE_S = 0.5  # how often a request that waits looks whether somebody still works on it
 
 
 @dataclass(frozen=True)
@@ -34,20 +36,52 @@ class Incoming:
 RequestHandler = Callable[[Any, Incoming], Awaitable[Any]]
 
 
-async def request(bus: "Bus", row: SubjectEntry, on: str, message: Any, timeout: float) -> Any:
+async def request(
+    bus: "Bus", row: SubjectEntry, on: str, message: Any, timeout: float, headers: dict[str, str] | None = None, watch: str = ""
+) -> Any:
     """Ask and wait; see Bus.request."""
+    if bus.denied and not bus.up.is_set():
+        raise Denied(bus.denied)
+    given = wire.build(row, bus.name, extra=headers)
     try:
         async with asyncio.timeout(timeout):
             await bus.up.wait()
-            msg = await bus.client.request(on, encode(row, message), timeout=timeout, headers=wire.build(row, bus.name))
+            asking = bus.client.request(on, encode(row, message), timeout=timeout, headers=given)
+            msg = await (_watched(bus, asking, watch) if watch else asking)
     except NoRespondersError:
         raise Unavailable(f"{on}: nobody serves it right now") from None
+    except MaxPayloadError as error:
+        raise Refused(f"{on}: larger than the server takes in one message") from error
     except (NatsError, TimeoutError) as error:
+        if bus.denied and not bus.up.is_set():
+            raise Denied(bus.denied) from error
         raise Unavailable(f"{on}: no answer within {timeout:g} s") from error
     code = wire.get(msg, wire.ERROR_CODE)
     if code:
         raise from_code(code, msg.data.decode(errors="replace"))
     return decode(row, msg.data, wire.get(msg, wire.CONTENT_TYPE) or None, reply=True)
+
+
+async def _watched(bus: "Bus", asking: Coroutine[Any, Any, Any], watch: str) -> Any:
+    """What is asked, or Unavailable as soon as nobody serves `watch` any more: the server knows at once when a process dies."""
+    task = asyncio.ensure_future(asking)
+    try:
+        while not (await asyncio.wait({task}, timeout=PROBE_S))[0]:
+            if not await _served(bus, watch) and not task.done():
+                raise Unavailable(f"{watch}: who served it is gone")
+        return task.result()
+    finally:
+        task.cancel()
+
+
+async def _served(bus: "Bus", on: str) -> bool:
+    try:
+        await bus.client.request(on, b"", timeout=PROBE_S, headers={wire.PROBE: "1"})
+    except NoRespondersError:
+        return False
+    except (NatsError, TimeoutError):
+        return True  # slow, or the bus is away: nothing is known
+    return True
 
 
 class Service:
@@ -75,6 +109,9 @@ class Service:
             task.cancel()
 
     async def _spawn(self, msg: Any) -> None:
+        if wire.get(msg, wire.PROBE):
+            await self._bus.client.publish(msg.reply, b"")
+            return
         # A task each: the client runs the callbacks of a subscription one after another, and one slow session would stop all.
         task = asyncio.create_task(self._one(msg))
         self._running.add(task)
@@ -96,7 +133,9 @@ class Service:
         try:
             _, tokens = parse(msg.subject)
             message = decode(self._row, msg.data, wire.get(msg, wire.CONTENT_TYPE) or None)
+            faults.at("before-call", self._row.name)
             reply = await self._handler(message, Incoming(msg.subject, tokens, dict(msg.headers or {})))
+            faults.at("after-call", self._row.name)
             return encode(self._row, reply, reply=True), wire.build(self._row, self._bus.name)
         except NexusError as error:
             return str(error).encode(), {wire.ERROR_CODE: error.code}

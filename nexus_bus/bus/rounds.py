@@ -24,7 +24,7 @@ class Rounds:
         self._arrived = asyncio.Event()
 
     def add(self, key: str, puller: Puller, weight: float = 1) -> None:
-        """Serve a key; an earlier puller of the same key is replaced and not stopped."""
+        """Serve a key, or one that is served already by another weight; an earlier puller is replaced and not stopped."""
         puller.arrived = self._arrived  # one event for all: whoever gets something wakes the round
         self._pullers[key] = puller
         self._shares.add(key, weight)
@@ -33,7 +33,9 @@ class Rounds:
     def remove(self, key: str) -> Puller | None:
         """Serve a key no more; its puller is the caller's again, who stops it."""
         self._shares.remove(key)
-        return self._pullers.pop(key, None)
+        if (puller := self._pullers.pop(key, None)) is not None:
+            del self._done[puller]
+        return puller
 
     async def take(self, n: int, wait: float) -> list[Delivery]:
         """Up to `n` messages, by shares; waits up to `wait` seconds for the first. May be empty."""
@@ -48,12 +50,19 @@ class Rounds:
                 return []
         return await self._collect(n)
 
+    get = take  # as a Puller has it: the loop of consume.py is served by either
+
+    async def done(self, delivery: Delivery, seconds: float) -> None:
+        """Charge a message for how long it was in hand."""
+        self.charge(delivery, seconds)
+
     def charge(self, delivery: Delivery, device_s: float | None = None) -> None:
         """What a message that was taken did cost; None: it came to nothing. The second time it says nothing new."""
         if (found := self._taken.pop(delivery, None)) is not None:
             turn, puller = found
             self._shares.settle(turn, device_s)
-            self._done[puller] += 1
+            if self._pullers.get(turn.key) is puller:  # else it was removed meanwhile
+                self._done[puller] += 1
             self._arrived.set()  # a taker that waits gives the room back
 
     def wake(self) -> None:

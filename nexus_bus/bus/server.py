@@ -4,6 +4,7 @@ Its port is chosen once and kept, so that clients find it again. Its directory i
 a second one is refused as long as the first lives, whatever became of the first one's parent. It dies with its parent.
 """
 
+import base64
 import contextlib
 import ctypes
 import fcntl
@@ -22,19 +23,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
+from nexus_bus.bus.authority import PROVIDER_FILE, SYSTEM_FILE, Authority
+from nexus_bus.bus.jwt import Key, read_creds
+from nexus_bus.bus.tls import CA_FILE, Listening, context
+from nexus_bus.config import default_ca
 from nexus_bus.errors import Unavailable
 
 PREFERRED_PORT = 4222
 MAX_PAYLOAD = 8 << 20
 PR_SET_PDEATHSIG = 1
+AUTHORITY = "NEXUS_AUTHORITY"
 
 CONFIG = """\
 server_name: "nexus-{port}"
-listen: "127.0.0.1:{port}"
+listen: "{address}:{port}"
 pid_file: "{directory}/nats.pid"
 log_file: "{directory}/nats.log"
 logfile_size_limit: 16MB
 max_payload: {max_payload}
+max_control_line: 4KB
+{trust}
 jetstream {{
   store_dir: "{directory}/jetstream"
   max_memory_store: 2GB
@@ -45,6 +53,12 @@ WEBSOCKET = """\
 websocket {{
   listen: "127.0.0.1:{port}"
   no_tls: true
+}}
+"""
+TLS = """\
+tls {{
+  cert_file: "{cert}"
+  key_file: "{key}"
 }}
 """
 
@@ -58,17 +72,30 @@ class Running:
 
 
 class EmbeddedServer:
-    """A nats-server on the loopback interface, with its data in one directory."""
+    """A nats-server with its data in one directory; on the loopback interface, unless it is told otherwise."""
 
-    def __init__(self, directory: str | Path, port: int | None = None, *, websocket: int | None = None) -> None:
+    def __init__(
+        self,
+        directory: str | Path,
+        port: int | None = None,
+        *,
+        websocket: int | None = None,
+        authority: Path | None = None,
+        listening: Listening | None = None,
+    ) -> None:
         """Nothing starts yet.
 
         Args:
             directory: holds data, log, configuration, port and lock.
             port: overrides the kept one; without either, 4222 if it is free, else any.
             websocket: a port for browsers, on the loopback interface too.
+            authority: directory of the operator's key, which is made if it is not there; default NEXUS_AUTHORITY, else below
+                `directory`.
+            listening: address and certificate; default from the environment, see tls.py.
         """
         self.directory = Path(directory).resolve()
+        self.authority = authority or Path(os.environ.get(AUTHORITY) or self.directory / "authority")
+        self.listening = listening or Listening.from_environment()
         self._wanted = port
         self._websocket = websocket
         self._process: subprocess.Popen[bytes] | None = None
@@ -77,7 +104,25 @@ class EmbeddedServer:
     @property
     def url(self) -> str:
         """Where clients connect."""
-        return f"nats://127.0.0.1:{self._port}"
+        return self._url(self._port)
+
+    def _url(self, port: int) -> str:
+        return f"{'tls' if self.listening.secure else 'nats'}://{self.listening.host}:{port}"
+
+    @property
+    def ca(self) -> Path | None:
+        """What clients check its certificate with; None: it has none, or one of an authority that everybody knows."""
+        return self.authority / CA_FILE if self.listening.secure and self.listening.cert is None else None
+
+    @property
+    def creds(self) -> Path:
+        """The provider's credentials: for workers, and for whoever runs the service."""
+        return self.authority / PROVIDER_FILE
+
+    @property
+    def system_creds(self) -> Path:
+        """Credentials that change tenants' accounts."""
+        return self.authority / SYSTEM_FILE
 
     @property
     def pid(self) -> int:
@@ -102,9 +147,13 @@ class EmbeddedServer:
         lock = self._lock()
         try:
             self._port = self._choose_port()
-            config = CONFIG + (WEBSOCKET.replace("{port}", str(self._websocket)) if self._websocket else "")
+            config = CONFIG + self._tls() + (WEBSOCKET.replace("{port}", str(self._websocket)) if self._websocket else "")
             path = self.directory / "nats.conf"
-            path.write_text(config.format(port=self._port, directory=self.directory, max_payload=MAX_PAYLOAD))
+            trust = Authority.at(self.authority).server_config(self.directory / "accounts")
+            text = config.format(
+                port=self._port, directory=self.directory, max_payload=MAX_PAYLOAD, trust=trust, address=self.listening.address
+            )
+            path.write_text(text)
             with (self.directory / "stderr.log").open("wb") as complaints:
                 self._process = subprocess.Popen(  # noqa: S603 - our own binary and file
                     [binary, "-c", str(path)],
@@ -146,7 +195,7 @@ class EmbeddedServer:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:
                 pid, port = _number(self.directory / "nats.pid"), _number(self.directory / "port")
-                return Running(pid, f"nats://127.0.0.1:{port}")
+                return Running(pid, self._url(port))
         return None
 
     def _lock(self) -> int:
@@ -160,6 +209,13 @@ class EmbeddedServer:
             advice = f"connect to {found.url}, or stop it with `kill {found.pid}`" if found else "try again"
             raise Unavailable(f"{self.directory} is in use by {who}; two servers would ruin it: {advice}") from None
         return descriptor
+
+    def _tls(self) -> str:
+        if not self.listening.secure:
+            return ""
+        self.authority.mkdir(parents=True, exist_ok=True, mode=0o700)
+        cert, key = self.listening.files(self.authority)
+        return TLS.replace("{cert}", str(cert)).replace("{key}", str(key))
 
     def _choose_port(self) -> int:
         path = self.directory / "port"
@@ -182,7 +238,7 @@ class EmbeddedServer:
         while True:
             if process.poll() is not None:
                 raise Unavailable(f"nats-server ended with code {process.returncode}: {self._complaint()}")
-            if _jetstream_answers(self._port):
+            if _jetstream_answers(self._port, self):
                 return
             if time.monotonic() > ends:
                 raise Unavailable(f"nats-server is not ready in time: {self._complaint()}")
@@ -219,23 +275,44 @@ def die_with_parent(signum: signal.Signals = signal.SIGTERM) -> Callable[[], Non
     return prepare
 
 
-def _jetstream_answers(port: int) -> bool:
+def _jetstream_answers(port: int, server: EmbeddedServer) -> bool:
     """Ask by hand, since no event loop need be running here: the protocol is a few lines of text."""
-    hello = 'CONNECT {"verbose":false,"headers":true,"no_responders":true}\r\nSUB _INBOX.ready 1\r\n'
-    hello += "PUB $JS.API.INFO _INBOX.ready 0\r\n\r\n"
     try:
-        with socket.create_connection(("127.0.0.1", port), timeout=1.0) as connection:
-            connection.sendall(hello.encode())
-            received = b""
-            while b"account_info_response" not in received:
-                part = connection.recv(4096)
-                received += part
-                if not part or b" 503" in received:
-                    return False
-            answer = received[received.index(b"{", received.index(b"_INBOX.ready")) :]
-            return "error" not in json.loads(answer.decode().strip())
-    except (OSError, ValueError):
+        with socket.create_connection((server.listening.local, port), timeout=1.0) as plain:
+            greeting = _until(plain, b"\r\n").removeprefix(b"INFO ")
+            with _private(plain, server) as connection:
+                connection.sendall(_hello(json.loads(greeting)["nonce"], server.creds))
+                received = _until(connection, b"\r\n", after=b"account_info_response", unless=b" 503")
+        answer = received[received.index(b"{", received.index(b"_INBOX.ready")) :]
+        return "error" not in json.loads(answer.decode().strip())
+    except (OSError, ValueError, KeyError):
         return False
+
+
+def _private(plain: socket.socket, server: EmbeddedServer) -> socket.socket:
+    if not server.listening.secure:
+        return plain
+    return context(server.ca or default_ca()).wrap_socket(plain, server_hostname=server.listening.host)
+
+
+def _hello(nonce: str, creds: Path) -> bytes:
+    """What a client says first, signed, and the question."""
+    text = read_creds(creds).text
+    token, seed = text.split("\n")[1], next(line for line in text.split("\n") if line.startswith("SU"))
+    signature = base64.urlsafe_b64encode(Key.of_seed(seed).sign(nonce.encode())).rstrip(b"=").decode()
+    connect = {"verbose": False, "headers": True, "no_responders": True, "jwt": token, "sig": signature}
+    return f"CONNECT {json.dumps(connect)}\r\nSUB _INBOX.ready 1\r\nPUB $JS.API.INFO _INBOX.ready 0\r\n\r\n".encode()
+
+
+def _until(connection: socket.socket, end: bytes, *, after: bytes = b"", unless: bytes = b"\0") -> bytes:
+    """What arrives, up to `end` behind `after`. Raises ValueError if it ends before, or `unless` is in it."""
+    received = b""
+    while after not in received or end not in received[received.find(after) :]:
+        part = connection.recv(4096)
+        received += part
+        if not part or unless in received:
+            raise ValueError("the server ended the conversation")
+    return received
 
 
 def _free(port: int) -> bool:

@@ -1,6 +1,7 @@
 """Streams, buckets and consumers as data, and the calls that make a server agree with it (DESIGN §3)."""
 
 import asyncio
+import json
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
@@ -39,6 +40,7 @@ STREAMS: tuple[Stream, ...] = (
     Stream("ROLLOUT", work=True, max_bytes=128 * MB, per_subject=20_000, duplicates_s=600.0),
     Stream("INFERENCE", work=True, max_bytes=512 * MB, memory=True, per_subject=1024, duplicates_s=30.0),
     Stream("TRAINING", work=True, max_bytes=1024 * MB, per_subject=4096, duplicates_s=600.0),
+    Stream("UPLOADS", work=False, max_bytes=2048 * MB, max_age_s=HOUR_S, per_subject=4096, duplicates_s=600.0),
     Stream("EVENTS", work=False, max_bytes=256 * MB, max_age_s=30 * DAY_S, duplicates_s=600.0),
     Stream("USAGE", work=False, max_bytes=128 * MB, max_age_s=400 * DAY_S, duplicates_s=600.0),
     Stream("AUDIT", work=False, max_bytes=64 * MB, max_age_s=400 * DAY_S),
@@ -49,13 +51,21 @@ BUCKETS = {"registry": 128 * MB, "leases": 16 * MB}
 BLOBS, PAYLOADS = "blobs", "payloads"  # for good; and for messages too large to travel, which are read within days or never
 OBJECTS = {BLOBS: (4096 * MB, 0.0), PAYLOADS: (1024 * MB, 7 * DAY_S)}
 
+# Consumers that all tenants shared, in a store of an earlier release. A work queue allows no second one on their subjects.
+OUTGROWN = ("rollout", "environment")
+
 PATIENCE_S = 15.0
-NOT_YET = frozenset({10008, 10013, 10058})  # JetStream not ready; the name is being taken by another process this very moment
+# JetStream not ready; servers of a cluster not found yet; the name is being taken by another process this very moment
+NOT_YET = frozenset({10005, 10008, 10013, 10058})
+OTHERWISE = 10148  # a consumer of this name exists, and differs
 
 
 @dataclass(frozen=True)
 class Durable:
-    """A durable consumer: who reads what, how long a delivery may stay unanswered, how often it is tried (-1: always)."""
+    """A durable consumer: who reads what, how long a delivery may stay unanswered, how often it is tried (-1: always).
+
+    `ack_wait` is how long others wait for what a worker held that was killed. Who holds something says so three times as often.
+    """
 
     stream: str
     name: str
@@ -68,19 +78,39 @@ class Durable:
 def inference_durable(tenant: str) -> Durable:
     """A tenant's own consumer of the Inference Queue. Asking is cheap to repeat, so a lost worker's share comes back soon."""
     filters = (subject("infer.request", tenant=tenant),)
-    return Durable("INFERENCE", f"infer-{tenant}", filters, ack_wait=5.0, max_ack_pending=1024)
+    return Durable("INFERENCE", f"infer-{tenant}", filters, ack_wait=3.0, max_ack_pending=1024)
+
+
+def rollout_durable(tenant: str, sessions: int | None = None) -> Durable:
+    """A tenant's own consumer of orders to play. Who has an order in hand may hold a session for it, so the server itself keeps
+    the tenant to so many `sessions` at once: it delivers no more, however many workers ask.
+    """
+    filters = (_all_jobs("rollout.run", tenant),)
+    return Durable("ROLLOUT", f"rollout-{tenant}", filters, ack_wait=3.0, max_ack_pending=sessions or 1024, max_deliver=8)
+
+
+def data_durable(tenant: str) -> Durable:
+    """A tenant's own consumer of orders to prepare datasets, and to feed batches from them."""
+    filters = tuple(_all_jobs(name, tenant) for name in ("env.prepare", "env.feed"))
+    return Durable("ROLLOUT", f"data-{tenant}", filters, ack_wait=6.0, max_ack_pending=64)
+
+
+def _all_jobs(name: str, tenant: str) -> str:
+    return subject(name, tenant=tenant, job="_").removesuffix("_") + "*"
 
 
 def training_durable(tenant: str, job: str) -> Durable:
     """A job's own consumer of the Training Queue. Unlimited deliveries: a trainer holds records over many restarts."""
     filters = tuple(subject(name, tenant=tenant, job=job) for name in ("train.record", "train.batch"))
-    return Durable("TRAINING", f"train-{tenant}-{job}", filters, max_ack_pending=8192, max_deliver=-1)
+    return Durable("TRAINING", f"train-{tenant}-{job}", filters, ack_wait=6.0, max_ack_pending=8192, max_deliver=-1)
 
 
 async def ensure_topology(bus: "Bus", replicas: int = 1) -> None:
     """Make every stream and bucket exist as described; safe to run from many processes at once."""
     for config in _configs(replicas):
         await _ensure_stream(bus, config)
+    for name in OUTGROWN:
+        await bus.ask(f"$JS.API.CONSUMER.DELETE.ROLLOUT.{name}")
     bus.replicas = replicas
 
 
@@ -93,7 +123,8 @@ def _configs(replicas: int) -> Iterator[StreamConfig]:
             storage=StorageType.MEMORY if stream.memory else StorageType.FILE,
             max_bytes=stream.max_bytes,
             max_age=stream.max_age_s,
-            discard=DiscardPolicy.NEW if stream.work else DiscardPolicy.OLD,
+            discard=DiscardPolicy.NEW if stream.work or stream.per_subject > 0 else DiscardPolicy.OLD,
+            allow_direct=not stream.work,  # logs are read in pages by many
             max_msgs_per_subject=stream.per_subject,
             discard_new_per_subject=stream.per_subject > 0,
             duplicate_window=stream.duplicates_s,
@@ -132,7 +163,16 @@ async def _ensure_stream(bus: "Bus", config: StreamConfig) -> None:
     except NotFoundError:
         await _patiently(bus, lambda: bus.js.add_stream(config))
         return
-    for name in ("subjects", "max_bytes", "max_age", "max_msgs_per_subject", "duplicate_window", "num_replicas"):
+    config.num_replicas = max(config.num_replicas or 1, found.num_replicas or 1)  # who asks for fewer takes none away
+    for name in (
+        "subjects",
+        "max_bytes",
+        "max_age",
+        "max_msgs_per_subject",
+        "duplicate_window",
+        "num_replicas",
+        "allow_direct",
+    ):
         if getattr(found, name) != getattr(config, name):
             await _patiently(bus, lambda: bus.js.update_stream(config))
             return
@@ -155,8 +195,12 @@ async def _patiently(bus: "Bus", call: Callable[[], Awaitable[Any]]) -> Any:
 
 
 async def ensure_durable(bus: "Bus", durable: Durable) -> None:
-    """Make a consumer exist."""
-    config = ConsumerConfig(
+    """Make a consumer exist as described: one that is there and differs, in its limits for instance, is changed."""
+    await _patiently(bus, lambda: bus.js.add_consumer(durable.stream, _consumer(durable)))
+
+
+def _consumer(durable: Durable) -> ConsumerConfig:
+    return ConsumerConfig(
         name=durable.name,
         durable_name=durable.name,
         ack_wait=durable.ack_wait,
@@ -165,12 +209,34 @@ async def ensure_durable(bus: "Bus", durable: Durable) -> None:
         max_waiting=512,
         filter_subjects=list(durable.filters),
     )
-    await _patiently(bus, lambda: bus.js.add_consumer(durable.stream, config))
 
 
 async def ensure_tenant(bus: "Bus", tenant: str) -> None:
-    """A tenant's consumer of the Inference Queue."""
-    await ensure_durable(bus, inference_durable(tenant))
+    """A tenant's consumers. Those that exist stay as they are: the workers that serve them know the tenant's limits."""
+    for durable in _of_tenant(tenant):
+        await _patiently(bus, lambda durable=durable: _create(bus, durable))
+
+
+async def _create(bus: "Bus", durable: Durable) -> None:
+    body = {"stream_name": durable.stream, "config": _consumer(durable).as_dict(), "action": "create"}
+    answer = await bus.ask(f"$JS.API.CONSUMER.CREATE.{durable.stream}.{durable.name}", json.dumps(body).encode())
+    error: dict[str, Any] | None = json.loads(answer.data).get("error")
+    if error is not None and error.get("err_code") != OTHERWISE:
+        APIError.from_error(error)  # raises
+
+
+async def remove_tenant(bus: "Bus", tenant: str) -> None:
+    """Take a tenant's consumers away, and what is queued for them. Its key in the registry goes first: who still serves the
+    tenant makes them anew.
+    """
+    for durable in _of_tenant(tenant):
+        for on in durable.filters:
+            await bus.drop(durable.stream, on)
+        await bus.ask(f"$JS.API.CONSUMER.DELETE.{durable.stream}.{durable.name}")
+
+
+def _of_tenant(tenant: str) -> tuple[Durable, ...]:
+    return inference_durable(tenant), rollout_durable(tenant), data_durable(tenant)
 
 
 async def ensure_job(bus: "Bus", tenant: str, job: str) -> None:

@@ -1,6 +1,6 @@
 """The live picture of jobs and queues: `nexus watch` and the demo show it.
 
-It follows the registry's jobs and the event stream; drawing is a pure function of what it has seen.
+It follows events, and reads the state of a job when one says that it moved; drawing is a pure function of what it has seen.
 """
 
 import asyncio
@@ -18,12 +18,14 @@ from rich.text import Text
 
 from nexus_bus.bus import Bus
 from nexus_bus.cli.show import STYLES, listing, success, units
+from nexus_bus.client import Client
 from nexus_bus.errors import Unavailable
 from nexus_bus.registry import job_key
 from schemas.events import Event
 from schemas.plan import TERMINAL, JobState
 
 RECENT = 8  # events shown
+ALL_S = 10.0  # between two looks at all jobs
 LINE_S = 5.0  # without a terminal: at most one line of progress per job in this time
 QUEUES = {"JOBS": "jobs", "ROLLOUT": "rollout orders", "INFERENCE": "inference", "TRAINING": "training"}
 
@@ -32,13 +34,14 @@ QUEUES = {"JOBS": "jobs", "ROLLOUT": "rollout orders", "INFERENCE": "inference",
 class Board:
     """Jobs of some tenants; of one job each where `job` is given."""
 
-    bus: Bus
-    tenants: Sequence[str]
+    clients: Sequence[Client]  # one per tenant
     job: str | None = None
     states: dict[str, JobState] = field(default_factory=dict)  # registry key → state
     numbers: dict[str, dict[str, float]] = field(default_factory=dict)  # registry key → newest numbers of its events
     recent: deque[Event] = field(default_factory=lambda: deque(maxlen=RECENT))
     depths: dict[str, tuple[int, int]] = field(default_factory=dict)  # stream → (waiting, being worked on)
+    _moved: set[tuple[str, str]] = field(default_factory=set)  # (tenant, job) to be read again
+    _looked: float = 0.0  # when all of them were read
     _tasks: list[asyncio.Task[None]] = field(default_factory=list)
     _console: Console | None = None  # lines go here when there is no terminal to draw on
     _said: dict[str, tuple[float, str]] = field(default_factory=dict)
@@ -47,17 +50,14 @@ class Board:
     async def refresh(self) -> None:
         """Begin to follow, at the first call; then read queue depths and draw."""
         if not self._tasks:
-            self._tasks = [asyncio.create_task(self._states(tenant)) for tenant in self.tenants]
-            self._tasks += [asyncio.create_task(self._events(tenant)) for tenant in (*self.tenants, "provider")]
+            self._tasks = [asyncio.create_task(self._events(client)) for client in self.clients]
+            if self.clients and self.clients[0].bus.tenant is None:
+                self._tasks.append(asyncio.create_task(self._provider(self.clients[0].bus)))
         for task in self._tasks:
             if task.done() and not task.cancelled():
                 task.result()  # a follower ends by an error alone: do not show a picture that stands still
         with contextlib.suppress(Unavailable):  # the server is away: the picture stays until it is back
-            depths = await self.bus.depths()
-            self.depths = {
-                stream: (sum(waiting for waiting, _ in found.values()), sum(held for _, held in found.values()))
-                for stream, found in depths.items()
-            }
+            await self._read()
         if self._live is not None:
             self._live.update(self, refresh=True)
         elif self._console is not None:
@@ -90,20 +90,34 @@ class Board:
 
     # What it follows
 
-    async def _states(self, tenant: str) -> None:
-        prefix = job_key(tenant, "")
-        async for key, entry in self.bus.kv("registry").watch(prefix, JobState):
-            if not key.startswith(prefix) or (self.job is not None and key != job_key(tenant, self.job)):
-                continue
-            if entry is None:
-                self.states.pop(key, None)
+    async def _read(self) -> None:
+        """States of jobs that moved; now and then of all, since somebody may end without a word; and queue depths."""
+        now = time.monotonic()
+        everything = not self._looked or now >= self._looked + ALL_S
+        if everything:
+            self._looked = now
+        moved, self._moved = self._moved, set()
+        for client in self.clients:
+            if everything:
+                states = await client.jobs() if self.job is None else [await client.job(self.job)]
             else:
-                self.states[key] = entry.value
+                states = [await client.job(job) for tenant, job in sorted(moved) if tenant == client.tenant]
+            for state in filter(None, states):
+                self.states[job_key(state.plan.tenant, state.plan.spec.name)] = state
+        if self.clients and self.clients[0].bus.tenant is None:  # how long queues are is the provider's business
+            depths = await self.clients[0].bus.depths()
+            self.depths = {
+                stream: (sum(waiting for waiting, _ in found.values()), sum(held for _, held in found.values()))
+                for stream, found in depths.items()
+            }
 
-    async def _events(self, tenant: str) -> None:
-        job = "*" if self.job is None or tenant == "provider" else self.job
-        since = "new" if tenant == "provider" else "all"
-        async for item in self.bus.tail("event", since=since, follow=True, tenant=tenant, job=job):
+    async def _events(self, client: Client) -> None:
+        async for event in client.events(self.job or ""):
+            self._moved.add((event.tenant, event.job))
+            self.note(event)
+
+    async def _provider(self, bus: Bus) -> None:
+        async for item in bus.tail("event", since="new", follow=True, tenant="provider"):
             self.note(item.message)
 
     def note(self, event: Event) -> None:
@@ -136,7 +150,7 @@ class Board:
                 f"{numbers['lag']:.2f}" if "lag" in numbers else "",
                 f"{numbers['group']:.1f}" if "group" in numbers else "",
             )
-        queues = Text("queues  ", style="bold")
+        queues = Text("queues  " if self.depths else "", style="bold")
         for stream, (waiting, held) in self.depths.items():
             queues.append(f"{QUEUES.get(stream, stream)} {waiting}+{held}   ", style="" if waiting + held else "dim")
         events = Table.grid()

@@ -91,7 +91,7 @@ def _rendering() -> Check:
 
 
 def _port() -> Check:
-    from nexus_bus.host import running_up
+    from nexus_bus.homes import running_up
 
     home = config.home()
     if (pid := running_up(home)) is not None:

@@ -8,7 +8,7 @@ import click
 import msgspec
 
 from nexus_bus import config
-from nexus_bus.cli.options import asynchronous, bus_options, connect, console, json_option, print_json
+from nexus_bus.cli.options import asynchronous, bus_options, connect, console, json_option, print_json, provider_only
 from nexus_bus.errors import NotFound
 
 TRACES = 20  # listed
@@ -23,6 +23,7 @@ async def trace_command(trace: str | None, url: str, tenant: str, as_json: bool)
     """The waterfall of one trace: ID is a trace id or its beginning, or JOB@N. Without ID: the newest traces."""
     traces: dict[str, list[Any]] = defaultdict(list)
     async with connect(url, tenant) as client:
+        provider_only(client, "trace")
         if trace and "@" in trace:
             version = await client.policy(trace)
             trace = version.trace.split("-")[1] if version.trace.count("-") == 3 else ""
@@ -81,6 +82,7 @@ def dead_command() -> None:
 
 
 async def _letters(client: Any, number: int | None = None) -> list[tuple[int, Any]]:
+    provider_only(client, "dead")
     found = [(item.seq, item.message) async for item in client.bus.tail("dead", since="all", follow=False)]
     if number is None:
         return found

@@ -21,11 +21,41 @@ def default_url() -> str:
     return os.environ.get("NEXUS_URL") or config.default_url()
 
 
+def default_tenant() -> str:
+    """NEXUS_TENANT, else whom the credentials speak for, else "default"."""
+    if given := os.environ.get("NEXUS_TENANT"):
+        return given
+    from nexus_bus.bus.jwt import read_creds
+
+    source = config.default_creds()
+    return (read_creds(source).tenant if source not in (None, "none") else None) or "default"
+
+
+def _use_creds(_context: click.Context, _parameter: click.Parameter, value: str | None) -> None:
+    if value is not None:
+        os.environ[config.CREDS] = value  # where every connection of this process looks
+
+
 def bus_options(command: Command) -> Command:
-    """`--url` and `--tenant`."""
+    """`--url`, `--tenant` and `--creds`."""
     url = click.option("--url", default=default_url, show_default="NEXUS_URL, else that of `nexus up`", help="NATS server.")
-    tenant = click.option("--tenant", default="default", envvar="NEXUS_TENANT", show_default=True, help="Who asks.")
-    return url(tenant(command))
+    tenant = click.option(
+        "--tenant", default=default_tenant, show_default="NEXUS_TENANT, else whom the credentials speak for",
+        help="On whose behalf.",
+    )  # fmt: skip
+    creds = click.option(
+        "--creds", is_eager=True, expose_value=False, callback=_use_creds, type=click.Path(dir_okay=False),
+        show_default="NEXUS_CREDS, else those of `nexus up`", help="A .creds file.",
+    )  # fmt: skip
+    return url(tenant(creds(command)))
+
+
+def provider_only(client: Any, what: str) -> None:
+    """Raises Denied for a tenant's credentials."""
+    from nexus_bus.errors import Denied
+
+    if client.bus.tenant is not None:
+        raise Denied(f"{what}: only the provider may ask for this; these credentials speak for {client.bus.tenant!r}")
 
 
 def json_option(command: Command) -> Command:

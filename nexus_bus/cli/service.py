@@ -11,12 +11,14 @@ from pathlib import Path
 import click
 
 from nexus_bus import config
+from nexus_bus.cli.listening import listening_options
 from nexus_bus.cli.options import pairs
 from nexus_bus.errors import Unavailable
 from schemas.control import Role
 
 START_S, STOP_S = 45.0, 40.0
 COUNTED = ("inference", "trainer", "rollout", "environment")
+KEPT = "1, or what `nexus scale` chose"
 
 
 def _home(_context: click.Context, _parameter: click.Parameter, value: Path | None) -> Path:
@@ -31,19 +33,34 @@ home_option = click.option(
 
 @click.command("up")
 @home_option
-@click.option("--inference", type=click.IntRange(0, 64), default=1, show_default=True, help="Inference workers.")
-@click.option("--trainer", type=click.IntRange(0, 64), default=1, show_default=True, help="Trainers.")
-@click.option("--rollout", type=click.IntRange(0, 64), default=1, show_default=True, help="Rollout workers.")
-@click.option("--environment", type=click.IntRange(0, 64), default=1, show_default=True, help="Environment workers.")
+@click.option("--inference", type=click.IntRange(0, 64), show_default=KEPT, help="Inference workers.")
+@click.option("--trainer", type=click.IntRange(0, 64), show_default=KEPT, help="Trainers.")
+@click.option("--rollout", type=click.IntRange(0, 64), show_default=KEPT, help="Rollout workers.")
+@click.option("--environment", type=click.IntRange(0, 64), show_default=KEPT, help="Environment workers.")
 @click.option("--port", type=click.IntRange(1, 65535), help="Port of the server; chosen once and kept in the home by default.")
+@listening_options
 @click.option("--base", help="Backbone of inference and trainer workers: a shipped name, a directory or a hub id.")
+@click.option(
+    "--autoscale",
+    metavar="ROLE=MIN..MAX,…",
+    envvar="NEXUS_AUTOSCALE",
+    help="Start and drain workers by the depth of their queues, as rollout=1..4,inference=1..2.  [default: off]",
+)
 @click.option("--detach", is_flag=True, help="Go to the background once the server answers.")
-def up_command(home: Path, port: int | None, base: str | None, detach: bool, **counts: int) -> None:
+def up_command(
+    home: Path, port: int | None, base: str | None, autoscale: str | None, detach: bool, **counts: int | None
+) -> None:
     """Start a server and all workers on this machine. Ctrl-C ends them: workers first, the server last.
 
-    More than one worker of a role share its work. `nexus worker ROLE` adds workers from any machine that reaches the server.
+    More than one worker of a role share its work. `nexus scale ROLE=N` changes how many there are, for the next `up` on this
+    home too. `nexus worker ROLE` adds workers from any machine that reaches the server.
     """
     from nexus_bus import host, logs
+    from nexus_bus.autoscale import rules
+    from nexus_bus.homes import kept_counts
+
+    text = config.up_settings().get("autoscale", "") if autoscale is None else autoscale
+    bounds = rules(str(text))
 
     if base is not None:
         from nexus_bus.models.bases import describe_backbone, require_weights
@@ -52,19 +69,22 @@ def up_command(home: Path, port: int | None, base: str | None, detach: bool, **c
         require_weights(found)
         os.environ["NEXUS_BASE"] = str(found.path) if Path(base).is_dir() else base
     if detach:
-        _detach(home, port, counts)
+        _detach(home, port, counts, str(text))
         return
     logs.start("host", host.host_id(), "error")
-    everyone: dict[Role, int] = {role: counts.get(role, 1) for role in host.ROLES}
-    asyncio.run(host.up(home, everyone, port=port, say=_say))
+    kept = kept_counts(home)
+    everyone: dict[Role, int] = {
+        role: kept.get(role, 1) if (given := counts.get(role)) is None else given for role in host.ROLES
+    }
+    asyncio.run(host.up(home, everyone, port=port, say=_say, autoscale=bounds))
 
 
 def _say(text: str) -> None:
     click.echo(f"{time.strftime('%H:%M:%S')} {text}")
 
 
-def _detach(home: Path, port: int | None, counts: dict[str, int]) -> None:
-    from nexus_bus.host import running_up
+def _detach(home: Path, port: int | None, counts: dict[str, int | None], autoscale: str) -> None:
+    from nexus_bus.homes import running_up
 
     if (pid := running_up(home)) is not None:
         raise Unavailable(
@@ -72,9 +92,9 @@ def _detach(home: Path, port: int | None, counts: dict[str, int]) -> None:
         )
     (home / "logs").mkdir(parents=True, exist_ok=True)
     log = home / "logs" / "up.log"
-    arguments = ["--home", str(home), *(["--port", str(port)] if port else [])]
+    arguments = ["--home", str(home), "--autoscale", autoscale, *(["--port", str(port)] if port else [])]
     for role, count in counts.items():
-        arguments += [f"--{role}", str(count)]
+        arguments += [f"--{role}", str(count)] if count is not None else []
     with log.open("ab") as out:
         process = subprocess.Popen(  # noqa: S603 - our own command
             [sys.executable, "-m", "nexus_bus.cli", "up", *arguments],
@@ -99,7 +119,7 @@ def _detach(home: Path, port: int | None, counts: dict[str, int]) -> None:
 @home_option
 def down_command(home: Path) -> None:
     """Stop what `nexus up` started on this home, and wait until it has ended."""
-    from nexus_bus.host import running_up
+    from nexus_bus.homes import running_up
 
     pid = running_up(home)
     if pid is None:

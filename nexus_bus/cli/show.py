@@ -30,7 +30,7 @@ def plan_view(plan: Plan) -> RenderableType:
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     rows: list[tuple[str, str]] = [
-        ("job", f"{plan.tenant}/{spec.name}, {spec.kind}"),
+        ("job", f"{plan.tenant}/{spec.name}, {spec.kind}" + (f", priority {spec.priority}" if spec.priority else "")),
         ("phases", " → ".join(plan.phases)),
         ("roles", ", ".join(plan.roles)),
         ("base", f"{spec.base}, tier {spec.tier}"),

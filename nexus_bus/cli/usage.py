@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from nexus_bus.cli.options import asynchronous, bus_options, connect, console, json_option, print_json
+from nexus_bus.cli.options import asynchronous, bus_options, connect, console, json_option, print_json, provider_only
 
 DIMENSIONS = ("tenant", "job", "kind", "day")
 NUMBERS = {
@@ -76,10 +76,14 @@ async def usage_command(
     start = since.replace(tzinfo=UTC) if since is not None else None
     ledger = Ledger(by, start, prices=prices)
     async with connect(url, tenant) as client:
-        who = "*" if everybody else tenant
-        begin: Any = start - GAUGE if start is not None else "all"
-        async for item in client.bus.tail("usage", since=begin, follow=False, tenant=who, job=job or "*"):
-            ledger.take(item.message)
+        begin = start - GAUGE if start is not None else None
+        if everybody:
+            provider_only(client, "--all")
+            async for item in client.bus.tail("usage", since=begin or "all", follow=False, job=job or "*"):
+                ledger.take(item.message)
+        else:
+            async for record in client.usage(job or "", since=begin):
+                ledger.take(record)
     rows = ledger.rows()
     if as_json or form == "json":
         print_json(rows)
@@ -120,18 +124,23 @@ def _table(rows: list[dict[str, Any]], by: tuple[str, ...], prices: Any) -> None
 @json_option
 @asynchronous
 async def audit_command(everybody: bool, job: str | None, since: datetime | None, url: str, tenant: str, as_json: bool) -> None:
-    """Decisions on behalf of a tenant, oldest first: what was asked for, what came of it and why."""
+    """What was asked for on behalf of a tenant and by which key, what came of it and why; oldest first."""
     start = since.replace(tzinfo=UTC) if since is not None else None
     async with connect(url, tenant) as client:
-        items = client.bus.tail("audit", since=start or "all", follow=False, tenant="*" if everybody else tenant)
-        found = [item.message async for item in items if start is None or item.time >= start]
+        if everybody:
+            provider_only(client, "--all")
+            items = client.bus.tail("audit", since=start or "all", follow=False)
+            found = [item.message async for item in items]
+        else:
+            found = [entry async for entry in client.audit(since=start)]
     entries = [entry for entry in found if job is None or entry.job == job]
     if as_json:
         print_json(entries)
         return
     from nexus_bus.cli.show import listing
 
-    table = listing("time", "tenant", "job", "action", "outcome", "detail")
+    table = listing("time", "tenant", "key", "job", "action", "outcome", "detail")
     for entry in entries:
-        table.add_row(entry.time[:19], entry.tenant, entry.job, entry.action, entry.outcome, entry.detail)
+        key = f"{entry.key[:8]}…" if entry.key else ""
+        table.add_row(entry.time[:19], entry.tenant, key, entry.job, entry.action, entry.outcome, entry.detail)
     console().print(table if entries else "nothing was decided yet")

@@ -1,6 +1,7 @@
 """`nexus watch`: jobs as they run."""
 
 import asyncio
+from datetime import UTC, datetime
 
 import click
 import msgspec
@@ -29,12 +30,12 @@ async def watch_command(job: str | None, url: str, tenant: str, as_json: bool) -
                 async for event in client.watch(job):
                     click.echo(msgspec.json.encode(event).decode())
             else:
-                async for item in client.bus.tail("event", since="new", follow=True, tenant=tenant, job="*"):
-                    click.echo(msgspec.json.encode(item.message).decode())
+                async for event in client.events(since=datetime.now(UTC)):
+                    click.echo(msgspec.json.encode(event).decode())
         else:
             from nexus_bus.cli.board import Board
 
-            board = Board(client.bus, [tenant], job)
+            board = Board([client], job)
             with board.live(console()):
                 while job is None or not board.ended:
                     await board.refresh()

@@ -8,6 +8,7 @@
 The same without async: `nexus_bus.client.sync.Client`.
 """
 
-from nexus_bus.client.client import Client, Imported, Submission
+from nexus_bus.client.client import Client, Submission
+from nexus_bus.client.policies import Imported
 
 __all__ = ["Client", "Imported", "Submission"]

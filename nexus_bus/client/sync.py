@@ -8,7 +8,8 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from nexus_bus.client.client import Client as AsyncClient
-from nexus_bus.client.client import Document, Imported, Submission
+from nexus_bus.client.client import Document, Submission
+from nexus_bus.client.policies import Imported
 from schemas.events import Event
 from schemas.job import EnvironmentSpec, EvaluationSpec
 from schemas.plan import JobState
@@ -20,13 +21,15 @@ T = TypeVar("T")
 class Client:
     """See `nexus_bus.client.Client`; errors are the same."""
 
-    def __init__(self, url: str | None = None, tenant: str | None = None, *, timeout: float = 15.0) -> None:
+    def __init__(
+        self, url: str | None = None, tenant: str | None = None, *, timeout: float = 15.0, creds: str | Path | None = None
+    ) -> None:
         """Connect. Raises as `Client.connect`."""
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="nexus-client", daemon=True)
         self._thread.start()
         try:
-            self._client = self._wait(AsyncClient.connect(url, tenant, timeout=timeout))
+            self._client = self._wait(AsyncClient.connect(url, tenant, timeout=timeout, creds=creds))
         except BaseException:
             self._end()
             raise

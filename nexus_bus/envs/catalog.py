@@ -4,59 +4,18 @@ The master checks a job against it (`nexus plan`, `nexus catalog`), and workers/
 """
 
 import importlib
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from importlib import metadata
-from typing import cast
 
+from nexus_bus.envs import recipes
+from nexus_bus.envs.benchmarks import BENCHMARKS
+from nexus_bus.envs.entry import END, SIZE, EnvironmentEntry, Option, Options, box, observation, steps
 from nexus_bus.envs.simulator import Simulator
 from nexus_bus.errors import BadJob, NotFound
 from nexus_bus.nearest import nearest
-from schemas.job import EnvironmentSpec, Scalar
+from schemas.job import EnvironmentSpec
 from schemas.policy import ActionSpec, ObservationSpec
 
-Options = dict[str, Scalar]
-
-
-@dataclass(frozen=True)
-class Option:
-    """One adapter option: its default fixes the type; `choices` or `bounds` (inclusive) say what is allowed."""
-
-    default: Scalar
-    meaning: str
-    choices: tuple[Scalar, ...] = ()
-    bounds: tuple[float, float] | None = None
-
-    def check(self, name: str, value: Scalar) -> Scalar:
-        """The value in this option's type. Raises BadJob naming the option."""
-        kind = type(self.default)
-        if kind is float and type(value) is int:
-            value = float(value)
-        if type(value) is not kind:
-            raise BadJob(f"environment.options.{name}: expected {kind.__name__}, got {type(value).__name__} {value!r}")
-        if self.choices and value not in self.choices:
-            raise BadJob(f"environment.options.{name}: {value!r} is not one of {', '.join(map(repr, self.choices))}")
-        if self.bounds and not self.bounds[0] <= cast(float, value) <= self.bounds[1]:
-            raise BadJob(f"environment.options.{name}: {value} is outside [{self.bounds[0]:g}, {self.bounds[1]:g}]")
-        return value
-
-
-@dataclass(frozen=True)
-class EnvironmentEntry:
-    """One environment. `adapter` is `module:Class`, called with (spec, options) when a session opens."""
-
-    summary: str
-    tasks: Mapping[str, tuple[str, ...]]  # task -> the sentences it may ask
-    options: Mapping[str, Option]
-    adapter: str
-    packages: tuple[str, ...]  # distributions whose versions decide the numbers
-    extra: str  # pip extra that installs them
-    spaces: Callable[[str, Options], tuple[ActionSpec, ObservationSpec]]
-    sentences: Callable[[str, Options], tuple[str, ...]] | None = None  # where options narrow them
-    expert: bool = True
-    gl: bool = True  # needs OpenGL
-    fps: int = 10  # nominal control rate, for datasets
-    revision: int = 1  # raised when the same seed no longer gives the same episode
+__all__ = ["ENVIRONMENTS", "EnvDescription", "EnvironmentEntry", "Option", "build", "describe", "entry_of", "options_of"]
 
 
 @dataclass(frozen=True)
@@ -69,27 +28,7 @@ class EnvDescription:
     instructions: list[str]
     simulator: str  # name, revision and versions; kept with every score
     expert: bool
-
-
-_SIZE = Option(96, "side of the square picture in pixels", bounds=(32, 512))
-_END = Option(default=True, meaning="end the episode at the first success")
-
-
-def _steps(default: int, most: int) -> Option:
-    return Option(default, "steps until the episode is cut off", bounds=(1, most))
-
-
-def _cameras(options: Options, *names: str) -> dict[str, tuple[int, int, int]]:
-    size = int(options["image_size"])
-    return {name: (size, size, 3) for name in names}
-
-
-def _observation(options: Options, state_size: int, *cameras: str) -> ObservationSpec:
-    return ObservationSpec(cameras=_cameras(options, *cameras), state_size=state_size)  # type: ignore[arg-type]
-
-
-def _box(size: int) -> ActionSpec:
-    return ActionSpec(size=size, low=[-1.0] * size, high=[1.0] * size)
+    success: str  # the rule
 
 
 _COLOURS = ("red", "green", "blue", "yellow")
@@ -99,7 +38,7 @@ TABLETOP_STATES = {"tip": 3, "tip_velocity": 6, "tip_previous": 6, "tip_velocity
 def _tabletop(task: str, options: Options) -> tuple[ActionSpec, ObservationSpec]:
     del task
     state = TABLETOP_STATES[str(options["state"])]
-    return _box(3), _observation(options, state, *str(options["cameras"]).split("+"))
+    return box(3), observation(options, state, *str(options["cameras"]).split("+"))
 
 
 def _tabletop_sentences(task: str, options: Options) -> tuple[str, ...]:
@@ -114,12 +53,12 @@ def _tabletop_sentences(task: str, options: Options) -> tuple[str, ...]:
 def _metaworld(task: str, options: Options) -> tuple[ActionSpec, ObservationSpec]:
     del task
     action = ActionSpec(size=4, low=[-1.0] * 4, high=[1.0] * 4, gripper="minus_open")
-    return action, _observation(options, 4, "corner2")
+    return action, observation(options, 4, "corner2")
 
 
 def _minigrid(task: str, options: Options) -> tuple[ActionSpec, ObservationSpec]:
     del task
-    return _box(7), _observation(options, 4, "grid")
+    return box(7), observation(options, 4, "grid")
 
 
 def _gymnasium(task: str, options: Options) -> tuple[ActionSpec, ObservationSpec]:
@@ -143,9 +82,9 @@ ENVIRONMENTS: dict[str, EnvironmentEntry] = {
             "reward": Option("sparse", "1 at success, or progress added to it", choices=("sparse", "dense")),
             "speed": Option(0.02, "metres that an action of 1 moves the tip", bounds=(0.002, 0.06)),
             "cameras": Option("front", "which pictures", choices=("front", "top", "front+top")),
-            "image_size": _SIZE,
-            "max_steps": _steps(50, 1000),
-            "end_on_success": _END,
+            "image_size": SIZE,
+            "max_steps": steps(50, 1000),
+            "end_on_success": END,
         },
         adapter="nexus_bus.envs.tabletop:Tabletop",
         packages=("mujoco",),
@@ -167,15 +106,16 @@ ENVIRONMENTS: dict[str, EnvironmentEntry] = {
                 "fast", "fast: no shadows, multisampling or reflections; full: as shipped", choices=("fast", "full")
             ),
             "reward": Option("sparse", "1 at success, or Meta-World's own divided by 10", choices=("sparse", "dense")),
-            "image_size": _SIZE,
-            "max_steps": _steps(200, 500),
-            "end_on_success": _END,
+            "image_size": SIZE,
+            "max_steps": steps(200, 500),
+            "end_on_success": END,
         },
         adapter="nexus_bus.envs.metaworld:MetaWorld",
         packages=("metaworld", "mujoco"),
         extra="metaworld",
         fps=80,
         spaces=_metaworld,
+        success="info['success']",
     ),
     "minigrid": EnvironmentEntry(
         summary="BabyAI rooms seen from above; draws with NumPy, so it needs no OpenGL",
@@ -184,7 +124,7 @@ ENVIRONMENTS: dict[str, EnvironmentEntry] = {
             "goto-red-ball": ("go to the red ball",),
             "pickup": ("pick up the {colour} {object}", "pick up a {object}"),
         },
-        options={"image_size": _SIZE, "max_steps": _steps(64, 1000), "end_on_success": _END},
+        options={"image_size": SIZE, "max_steps": steps(64, 1000), "end_on_success": END},
         adapter="nexus_bus.envs.minigrid:MiniGrid",
         packages=("minigrid", "gymnasium"),
         extra="minigrid",
@@ -196,16 +136,18 @@ ENVIRONMENTS: dict[str, EnvironmentEntry] = {
         tasks={},
         options={
             "instruction": Option("", "the sentence given to the policy"),
-            "image_size": _SIZE,
-            "max_steps": _steps(200, 10_000),
-            "end_on_success": _END,
+            "image_size": SIZE,
+            "max_steps": steps(200, 10_000),
+            "end_on_success": END,
         },
         adapter="nexus_bus.envs.gymnasium_adapter:GymnasiumSimulator",
         packages=("gymnasium",),
         extra="envs",
         spaces=_gymnasium,
         expert=False,
+        success="info['is_success'] or info['success']",
     ),
+    **BENCHMARKS,
 }
 
 
@@ -231,14 +173,13 @@ def options_of(spec: EnvironmentSpec) -> Options:
 def describe(spec: EnvironmentSpec) -> EnvDescription:
     """What a policy must fit. Raises NotFound or BadJob, listing what exists."""
     entry, options = entry_of(spec), options_of(spec)
-    action, observation = entry.spaces(spec.task, options)
+    action, seen = entry.spaces(spec.task, options)
     if entry.sentences:
         instructions = entry.sentences(spec.task, options)
     else:
         instructions = entry.tasks.get(spec.task) or (str(options.get("instruction", "")),)
-    return EnvDescription(
-        action, observation, int(options["max_steps"]), list(instructions), _versions(spec.id, entry), entry.expert
-    )
+    limit, version = int(options["max_steps"]), _versions(spec.id, entry)
+    return EnvDescription(action, seen, limit, list(instructions), version, entry.expert, entry.success)
 
 
 def build(spec: EnvironmentSpec) -> Simulator:
@@ -250,17 +191,11 @@ def build(spec: EnvironmentSpec) -> Simulator:
     try:
         adapter = getattr(importlib.import_module(module), name)
     except ModuleNotFoundError as error:
-        raise NotFound(
-            f"environment {spec.id}: {error.name} is not installed here: pip install 'nexus-bus[{entry.extra}]'"
-        ) from error
+        how = f"pip install 'nexus-bus[{entry.extra}]'" if entry.extra else f"nexus env install {spec.id}"
+        raise NotFound(f"environment {spec.id}: {error.name} is not installed here: {how}") from error
     return adapter(spec, options)
 
 
 def _versions(name: str, entry: EnvironmentEntry) -> str:
-    versions: list[str] = []
-    for package in entry.packages:
-        try:
-            versions.append(f"{package} {metadata.version(package)}")
-        except metadata.PackageNotFoundError:
-            versions.append(f"{package} not installed")
+    versions = [f"{package} {recipes.version(name, package) or 'not installed'}" for package in entry.packages]
     return f"{name}-{entry.revision} ({', '.join(versions)})"

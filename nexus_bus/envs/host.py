@@ -1,62 +1,42 @@
 """Simulators in a child process, many sessions in one: what workers/environment.py holds instead of simulators.
 
-A simulator can crash, hang or leak; then the child is killed and its sessions are lost with an `EnvironmentFault`, while the
-worker and its event loop go on. One child serves one thread of calls in order, so a GL context never changes threads.
-Both ends talk length-prefixed msgpack over a socket pair; pictures are already encoded in the child, off the event loop.
+A simulator can crash, hang, leak or talk; then the child is killed and its sessions are lost with an `EnvironmentFault`, while
+the worker and its event loop go on. One child serves one thread of calls in order, so a GL context never changes threads.
+Both ends talk over a socket pair (wire.py), so what a simulator prints disturbs nobody; pictures are encoded in the child, off
+the event loop. A simulator whose packages clash with ours has a child on an interpreter of its own (recipes.py).
 """
 
 import asyncio
 import contextlib
-import ctypes
 import os
 import shutil
 import signal
 import socket
-import struct
 import sys
 import tempfile
-import time
 from collections import deque
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from pathlib import Path
+from typing import cast
 
 import msgspec
 import numpy as np
+import psutil
 
+import schemas
 from nexus_bus import errors
-from nexus_bus.envs.simulator import Observed
-from nexus_bus.errors import BadMessage, EnvironmentFault, NexusError, NotFound
-from nexus_bus.tensors import encode_image, from_tensor, to_tensor
+from nexus_bus.envs.recipes import interpreter
+from nexus_bus.envs.wire import LENGTH, MAX_FRAME, PROTOCOL, Answer, Described, Encoding, Request
+from nexus_bus.errors import EnvironmentFault, NexusError, NotFound
+from nexus_bus.failures import ending, last_words
+from nexus_bus.tensors import from_tensor
 from schemas.base import Tensor
-from schemas.environment import Observation, SessionCall, SessionReply
+from schemas.environment import SessionCall, SessionReply
 from schemas.job import EnvironmentSpec
 
-Op = Literal["ping", "open", "call", "expert", "save", "restore", "close"]
-Encoding = Literal["png", "jpeg", "raw"]
-
-_LENGTH = struct.Struct("<I")
-
-
-class Request(msgspec.Struct, omit_defaults=True):
-    """Parent to child: one call on one session."""
-
-    session: int
-    op: Op
-    spec: EnvironmentSpec | None = None  # open
-    call: SessionCall | None = None  # call
-    encoding: Encoding = "png"  # call, restore
-    state: bytes = b""  # restore
-
-
-class Answer(msgspec.Struct, omit_defaults=True):
-    """Child to parent, in the order of the requests: the reply, or the code and text of a NexusError."""
-
-    reply: SessionReply | None = None
-    state: bytes = b""  # save
-    action: Tensor | None = None  # expert
-    version: str = ""  # open: simulator and versions
-    code: str = ""
-    message: str = ""
+MEMORY = 8 << 30  # bytes that a child may hold in memory
+WATCH_S = 0.5  # how often its memory is looked at
+NOISE = 4 << 20  # bytes of its complaints that are kept
 
 
 @dataclass
@@ -78,40 +58,62 @@ class SimulatorHost:
         self,
         process: asyncio.subprocess.Process,
         streams: tuple[asyncio.StreamReader, asyncio.StreamWriter],
-        folder: str,
+        folder: Path,
+        *,
         call_timeout: float,
+        memory: int,
     ) -> None:
         self._process = process
         self._reader, self._writer = streams
         self._folder = folder  # the child's working folder: some simulators write logs where they stand
         self._call_timeout = call_timeout
+        self._memory = memory
         self._queue: deque[_Waiting] = deque()  # in the order the child serves them
         self._watchdog: asyncio.TimerHandle | None = None
         self._fault: str | None = None
         self._opened = 0
         self.sessions: dict[int, EnvironmentSpec] = {}
         self._reading = asyncio.create_task(self._read())
+        self._watching = asyncio.create_task(self._watch())
 
     @classmethod
-    async def start(cls, timeout: float = 30.0, call_timeout: float = 30.0) -> "SimulatorHost":
+    async def start(
+        cls,
+        timeout: float = 30.0,
+        call_timeout: float = 30.0,
+        *,
+        environment: str = "",
+        memory: int = MEMORY,
+        own: str = "",
+    ) -> "SimulatorHost":
         """Start a child. Raises EnvironmentFault if it does not answer within `timeout` seconds.
 
-        `call_timeout` is the longest that one call may take once the child has begun it.
+        Args:
+            call_timeout: seconds that one call may take once the child has begun it.
+            environment: whose simulators it is for; one with a virtual environment of its own gets that interpreter.
+            memory: bytes it may hold; one that takes more is killed.
+            own: `module:callable` of an environment that is not ours (own.py), found from the working directory too.
         """
         ours, theirs = socket.socketpair()
-        folder = tempfile.mkdtemp(prefix="nexus-simulator-")
-        with theirs:
+        folder = Path(tempfile.mkdtemp(prefix="nexus-simulator-"))
+        python = interpreter(environment)
+        with theirs, (folder / "stderr").open("ab") as complaints:
             process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "nexus_bus.envs.host", str(theirs.fileno()), str(os.getpid()),
+                str(python or sys.executable), "-m", "nexus_bus.envs.child", str(theirs.fileno()), str(os.getpid()),
+                *([own] if own else []),
                 stdin=asyncio.subprocess.DEVNULL,  # some simulators ask questions
                 stdout=asyncio.subprocess.DEVNULL,
+                stderr=complaints,
                 cwd=folder,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+                env=_environment(folder, linked=python is not None),
                 pass_fds=(theirs.fileno(),),
+                start_new_session=True,  # what a simulator starts ends with it
             )  # fmt: skip
-        host = cls(process, await asyncio.open_unix_connection(sock=ours), folder, call_timeout)
+        host = cls(process, await asyncio.open_unix_connection(sock=ours), folder, call_timeout=call_timeout, memory=memory)
         try:
-            await host._ask(Request(0, "ping"), timeout)
+            answer = await host._ask(Request(0, "ping"), timeout)
+            if answer.protocol != PROTOCOL:
+                raise EnvironmentFault(f"{python}: speaks protocol {answer.protocol}, not {PROTOCOL}; `nexus env install` it again")
         except BaseException:
             await host.stop()
             raise
@@ -126,6 +128,10 @@ class SimulatorHost:
     def pid(self) -> int:
         """The child's process id."""
         return self._process.pid
+
+    async def describe(self, spec: EnvironmentSpec, timeout: float = 120.0) -> Described:
+        """What a policy must fit, asked of the child: for environments whose packages are not installed here."""
+        return cast(Described, (await self._ask(Request(0, "describe", spec=spec), timeout)).described)
 
     async def open(self, spec: EnvironmentSpec, timeout: float = 120.0) -> int:
         """Open a session and return its number. Raises NotFound, BadJob, Unavailable as `Session` does."""
@@ -165,15 +171,17 @@ class SimulatorHost:
     async def stop(self) -> None:
         """End the child and wait for it; what is still waiting gets an EnvironmentFault. Calling it twice does nothing."""
         self._fail("the host was stopped")
-        self._reading.cancel()
         self._writer.close()  # the child ends at the end of its input
         try:
             await asyncio.wait_for(self._process.wait(), 2.0)
         except TimeoutError:
-            self._kill()
-            await self._process.wait()
-        with contextlib.suppress(asyncio.CancelledError):
-            await self._reading
+            pass
+        self._kill()
+        await self._process.wait()
+        for task in (self._reading, self._watching):
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _encoding(self, session: int) -> Encoding:
@@ -187,7 +195,7 @@ class SimulatorHost:
         what = request.call.op if request.call else request.op
         waiting = _Waiting(what, limit or self._call_timeout, asyncio.get_running_loop().create_future())
         frame = msgspec.msgpack.encode(request)
-        self._writer.write(_LENGTH.pack(len(frame)) + frame)
+        self._writer.write(LENGTH.pack(len(frame)) + frame)
         self._queue.append(waiting)
         if len(self._queue) == 1:
             self._arm()
@@ -216,15 +224,40 @@ class SimulatorHost:
     async def _read(self) -> None:
         try:
             while True:
-                (size,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
+                (size,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
+                if size > MAX_FRAME:
+                    raise ValueError(f"an answer of {size} bytes")  # noqa: TRY301 - it ends as one that cannot be read does
                 answer = msgspec.msgpack.decode(await self._reader.readexactly(size), type=Answer)
                 waiting = self._queue.popleft()
                 self._arm()
                 if not waiting.answer.done():
                     waiting.answer.set_result(answer)
+        except (ValueError, IndexError) as error:  # msgspec's are ValueErrors
+            self._expire(f"simulator process answered nonsense ({error}) and was killed")
         except (OSError, EOFError):
-            await self._process.wait()
-            self._fail(f"simulator process ended with code {self._process.returncode}")
+            await self._ended()
+
+    async def _watch(self) -> None:
+        """Look after memory and noise, and see the end of a child whose own children keep its socket open."""
+        try:
+            child = psutil.Process(self.pid)
+            while child.status() != psutil.STATUS_ZOMBIE:
+                used = child.memory_info().rss
+                if used > self._memory:
+                    self._expire(f"simulator held {used / 1e9:.1f} GB, more than its {self._memory / 1e9:.1f} GB, and was killed")
+                    return
+                if (self._folder / "stderr").stat().st_size > NOISE:
+                    os.truncate(self._folder / "stderr", 0)  # it appends: what comes now is kept
+                await asyncio.sleep(WATCH_S)
+        except (psutil.Error, OSError):
+            pass
+        await asyncio.wait([self._reading], timeout=1.0)  # its last answers come first
+        await self._ended()
+
+    async def _ended(self) -> None:
+        code = await self._process.wait()
+        words = last_words(self._folder / "stderr")
+        self._fail(f"simulator process {ending(code)}" + (f": {words}" if words else ""))
 
     def _fail(self, text: str) -> None:
         self._fault = self._fault or text
@@ -238,8 +271,8 @@ class SimulatorHost:
                 one.answer.exception()  # a caller that gave up does not read it: no "never retrieved" in the log
 
     def _kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            self._process.kill()
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
 
 
 def _error(code: str, message: str) -> NexusError:
@@ -247,105 +280,13 @@ def _error(code: str, message: str) -> NexusError:
     return next((kind for kind in kinds if kind.code == code), EnvironmentFault)(message)
 
 
-class _Child:
-    """The other end: sessions by number, one request at a time."""
-
-    def __init__(self) -> None:
-        from nexus_bus.envs.session import Session  # here: the parent never needs it
-
-        self._open = Session
-        self._sessions: dict[int, Session] = {}
-
-    def serve(self, channel: socket.socket) -> None:
-        """Answer requests until the parent closes its end."""
-        with channel.makefile("rwb") as stream:
-            while len(head := stream.read(_LENGTH.size)) == _LENGTH.size:
-                request = msgspec.msgpack.decode(stream.read(_LENGTH.unpack(head)[0]), type=Request)
-                frame = msgspec.msgpack.encode(self._answer(request))
-                stream.write(_LENGTH.pack(len(frame)) + frame)
-                stream.flush()
-        for session in self._sessions.values():
-            session.close()
-
-    def _answer(self, request: Request) -> Answer:
-        try:
-            return self._handle(request)
-        except NexusError as error:
-            if isinstance(error, EnvironmentFault):
-                self._close(request.session)
-            return Answer(code=error.code, message=str(error))
-        except Exception as error:  # noqa: BLE001 - the other sessions of this child must go on
-            self._close(request.session)
-            return Answer(code=EnvironmentFault.code, message=f"{request.op}: {type(error).__name__}: {error}")
-
-    def _close(self, session: int) -> None:
-        if session in self._sessions:
-            self._sessions.pop(session).close()
-
-    def _handle(self, request: Request) -> Answer:
-        if request.op == "ping":
-            return Answer()
-        if request.op == "open":
-            self._sessions[request.session] = self._open(cast(EnvironmentSpec, request.spec))
-            return Answer()
-        if request.op == "close":
-            self._close(request.session)
-            return Answer()
-        session = self._sessions.get(request.session)
-        if session is None:
-            raise NotFound(f"session: {request.session} is not open here")
-        if request.op == "save":
-            return Answer(state=session.save())
-        if request.op == "expert":
-            return Answer(action=to_tensor(session.expert()))
-        begin = time.perf_counter()
-        if request.op == "restore":
-            reply = _reply(session, session.restore(request.state), request.encoding)
-        else:
-            reply = _call(session, cast(SessionCall, request.call), request.encoding)
-        return Answer(reply=msgspec.structs.replace(reply, device_s=time.perf_counter() - begin))
-
-
-def _call(session: Any, call: SessionCall, encoding: Encoding) -> SessionReply:
-    if call.op == "reset":
-        return _reply(session, session.reset(call.seed, call.trial), encoding)
-    if call.op == "render":
-        return SessionReply(image=encode_image(session.render(), encoding), steps=session.steps)
-    if call.op == "close":
-        session.leave()
-        return SessionReply()
-    if call.actions is None:
-        raise BadMessage("actions: a step needs them")
-    done = session.step(from_tensor(call.actions))
-    return msgspec.structs.replace(
-        _reply(session, done.observed, encoding),
-        rewards=done.rewards,
-        successes=done.successes,
-        terminated=done.terminated,
-        truncated=done.truncated,
-    )
-
-
-def _reply(session: Any, observed: Observed, encoding: Encoding) -> SessionReply:
-    images = {camera: encode_image(picture, encoding) for camera, picture in observed.images.items()}
-    observation = Observation(images=images, state=to_tensor(observed.state), instruction=observed.instruction)
-    return SessionReply(observation=observation, end=session.end, steps=session.steps)
-
-
-def _die_with(parent: int) -> None:
-    """Be killed when the parent ends, even while wedged inside a simulator (Linux; elsewhere the closed socket has to do)."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-        if os.getppid() != parent:
-            os._exit(1)
-
-
-def main() -> None:
-    """The child: `python -m nexus_bus.envs.host FD PARENT`."""
-    _die_with(int(sys.argv[2]))
-    _Child().serve(socket.socket(fileno=int(sys.argv[1])))
-
-
-if __name__ == "__main__":
-    main()
+def _environment(folder: Path, *, linked: bool) -> dict[str, str]:
+    """The child's environment variables. Another interpreter finds our code, and nothing else of ours, by two links."""
+    if not linked:
+        return {**os.environ, "PYTHONPATH": os.pathsep.join([*(path for path in sys.path if path), os.getcwd()])}
+    code = folder / "code"
+    code.mkdir()
+    for package in (Path(errors.__file__).parent, Path(schemas.__file__).parent):
+        (code / package.name).symlink_to(package, target_is_directory=True)
+    inherited = {key: value for key, value in os.environ.items() if key not in {"NEXUS_RENDERING", "PYTHONHOME", "VIRTUAL_ENV"}}
+    return {**inherited, "PYTHONPATH": str(code), "PYTHONNOUSERSITE": "1", "PYTHONDONTWRITEBYTECODE": "1"}

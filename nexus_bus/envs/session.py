@@ -4,15 +4,13 @@ The order is reset, then steps until the episode ends, then reset again. A polic
 not finite) is refused before the simulator sees it; a simulator's mistake is an `EnvironmentFault` and never a reward.
 """
 
-from dataclasses import dataclass
-from typing import Literal
-
 import msgspec
 import numpy as np
 
 from nexus_bus.clock import derive_seed
 from nexus_bus.envs import catalog
 from nexus_bus.envs.simulator import Moment, Observed
+from nexus_bus.envs.stepped import Stepped, termination, transition, truncation
 from nexus_bus.errors import BadMessage, ContractError, EnvironmentFault, NexusError
 from schemas.environment import EndReason
 from schemas.job import MAX_HORIZON, EnvironmentSpec
@@ -20,23 +18,10 @@ from schemas.job import MAX_HORIZON, EnvironmentSpec
 __all__ = ["Observed", "Session", "Stepped"]
 
 
-@dataclass(frozen=True)
-class Stepped:
-    """What a chunk brought; the lists have one entry per executed action."""
-
-    observed: Observed
-    rewards: list[float]
-    successes: list[bool]
-    terminated: bool
-    truncated: bool
-    end: EndReason
-    executed: int
-
-
 class _Saved(msgspec.Struct):
     environment: str
     steps: int
-    end: Literal["running", "success", "failure", "time_limit"]
+    end: EndReason
     simulator: bytes
 
 
@@ -46,6 +31,7 @@ class Session:
     Raises:
         NotFound, BadJob: the spec names something that does not exist or is not installed.
         Unavailable: the machine cannot draw; the text names the package that is missing.
+        EnvironmentFault: the simulator could not be made.
     """
 
     def __init__(self, spec: EnvironmentSpec) -> None:
@@ -56,7 +42,8 @@ class Session:
         self._end_on_success = bool(catalog.options_of(spec)["end_on_success"])
         self._low = np.array(self.description.action.low)
         self._high = np.array(self.description.action.high)
-        self._simulator = catalog.build(spec)
+        with _faults("open"):
+            self._simulator = catalog.build(spec)
 
     def reset(self, seed: int, trial: int = 0) -> Observed:
         """Start the episode that (seed, trial) names: the same pair gives the same episode to the bit, pictures included."""
@@ -92,11 +79,10 @@ class Session:
                 if terminated or truncated:
                     break
             observed = self._observe()
-        if terminated:
-            self.end = "success" if successes[-1] else "failure"
-        elif truncated:
-            self.end = "time_limit"
-        return Stepped(observed, rewards, successes, terminated, truncated, self.end, len(rewards))
+        ending = termination if terminated else truncation if truncated else transition
+        stepped = ending(observed, rewards, successes)
+        self.end = stepped.end
+        return stepped
 
     def render(self) -> np.ndarray:
         """The first camera's picture of this moment, HWC uint8. Raises BadMessage before the first reset."""

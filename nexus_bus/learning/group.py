@@ -1,11 +1,13 @@
 """The group step: what several tenants' algorithms ask for, served together: one forward, one backward, private steps.
 
 Grouped or alone, a member's numbers are the same: neither features nor gradients depend on who shares the forward (exact
-profile), and all else is the member's own. A member that fails, fails alone, and its slot stands where it stood before.
+profile), and all else is the member's own. A member that fails, fails alone, and its slot stands where it stood before. What
+fails for all of a group (out of memory, one that breaks the forward) is tried again in halves, until it fails for one.
 """
 
 import math
 import time
+import traceback
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -13,9 +15,9 @@ from typing import Any
 
 import torch
 
-from nexus_bus.errors import NexusError
 from nexus_bus.learning.algorithms import Algorithm, Descend, Diverged, Features, Learning, LearnResult
 from nexus_bus.learning.canary import Canary
+from nexus_bus.learning.poison import out_of_memory
 from nexus_bus.models.backbone import Backbone
 from nexus_bus.models.cache import EncodeStats, FeatureCache, encode_cached
 from nexus_bus.models.features import PUBLIC, FeatureBatch, Look, VLAFeature
@@ -32,6 +34,7 @@ class Member:
     algorithm: Algorithm[Any]
     work: Any
     public: bool = False  # the work is of data that every tenant may read, so its features may be shared
+    trial: bool = False  # only to see whether it fails: the slot is left as it was
 
     def looks(self, prompts: Sequence[Prompt], suffix: Sequence[torch.Tensor] | None = None) -> list[Look]:
         """What prompts of this work ask of the backbone."""
@@ -72,7 +75,7 @@ class _Run:
     result: LearnResult | None = None
     error: Exception | None = None
     stepped: bool = False
-    again: bool = False  # failed together with others: to be tried alone
+    again: bool = False  # failed together with others: to be tried again with fewer of them
     forward_s: float = 0.0
     private_s: float = 0.0
     recent_s: float = field(default=0.0)  # private time since the last descent: what a shared backward is split by
@@ -109,16 +112,18 @@ class _Run:
             take_step(self.slot, ask)
         self.private_s += time.perf_counter() - started
         self.send(norm)
-        if ask.last and self.error is None:
+        if ask.last and self.error is None and not self.member.trial:
             started = time.perf_counter()
             take_step(self.slot, ask)
             self.private_s += time.perf_counter() - started
 
     def fail(self, error: Exception) -> None:
-        """End here, as if nothing had been learned."""
+        """End here, as if nothing had been learned, and let go of what the attempt held: others are to have that memory."""
         self.asks, self.error = None, error
         self.learning.close()
+        self.whole = None
         self.slot.restore(self.before)
+        traceback.clear_frames(error.__traceback__)
 
 
 class GroupTrainer:
@@ -141,13 +146,21 @@ class GroupTrainer:
                 self._look(wanting)
             else:
                 self._descend(asking)
+        for run in runs:
+            if run.member.trial and run.error is None:
+                run.slot.restore(run.before)
+            run.again = run.again or (len(runs) > 1 and run.error is not None and out_of_memory(run.error))
         group, tenants = sum(len(run.prompts) for run in runs), len({run.slot.tenant for run in runs})
+        again = iter(self._halves([run.member for run in runs if run.again]))
         return [
-            self.run([r.member])[0]
-            if r.again
-            else MemberResult(r.result, r.error, r.forward_s, r.private_s, group, tenants, stats)
+            next(again) if r.again else MemberResult(r.result, r.error, r.forward_s, r.private_s, group, tenants, stats)
             for r in runs
         ]
+
+    def _halves(self, members: list[Member]) -> list[MemberResult]:
+        """Those who failed together, in two groups: who fails alone in the end is to blame, the others lose nothing."""
+        middle = (len(members) + 1) // 2
+        return [result for part in (members[:middle], members[middle:]) if part for result in self.run(part)]
 
     def _begin(self, member: Member) -> _Run:
         """A prompt that cannot be read ends its member before the group forms."""
@@ -155,7 +168,7 @@ class GroupTrainer:
         try:
             run.prompts = member.algorithm.prompts(member.work)
             self.backbone.ids(member.looks(run.prompts))
-        except NexusError as error:
+        except Exception as error:  # noqa: BLE001 - whatever is wrong with its pictures, the others of the group go on
             run.fail(error)
         return run
 
@@ -164,9 +177,13 @@ class GroupTrainer:
         looks = [run.member.looks(run.prompts) for run in runs]
         flat = [look for own in looks for look in own]
         ids = self.backbone.ids(flat)
-        features, stats = encode_cached(self.backbone, flat, self.cache, ids)
-        if self.canary is not None:
-            self.canary.watch(self.backbone, flat, features)
+        try:
+            features, stats = encode_cached(self.backbone, flat, self.cache, ids)
+            if self.canary is not None:
+                self.canary.watch(self.backbone, flat, features)
+        except Exception as error:  # noqa: BLE001 - one of them is to blame, or all are too much together
+            _fail_together(runs, error)
+            return None
         asked = Counter((look.scope, name) for look, name in zip(flat, ids, strict=True))
         start = 0
         for run, own in zip(runs, looks, strict=True):
@@ -198,7 +215,7 @@ class GroupTrainer:
         started = time.perf_counter()
         try:
             features = self._forward(runs, [look for own in looks for look in own])
-        except (RuntimeError, NexusError) as error:
+        except Exception as error:  # noqa: BLE001 - as above
             _fail_together(runs, error)
             return {}
         spent = time.perf_counter() - started
@@ -234,7 +251,7 @@ class GroupTrainer:
         losses = [_descent(run).loss for run in runs]
         try:
             (losses[0] if len(losses) == 1 else torch.stack(losses).sum()).backward()
-        except RuntimeError as error:
+        except Exception as error:  # noqa: BLE001 - as above
             _fail_together(runs, error)
             return
         spent, whole = time.perf_counter() - started, sum(run.recent_s for run in runs)
@@ -251,7 +268,7 @@ def charged(results: Sequence[MemberResult], whole: float) -> list[MemberResult]
 
 
 def _fail_together(runs: Sequence[_Run], error: Exception) -> None:
-    """Out of memory, or one of them is broken: all stand where they stood, and each is tried alone, so that it is found out."""
+    """Out of memory, or one of them is broken: all stand where they stood, and are tried again with fewer neighbours."""
     for run in runs:
         run.fail(error)
         run.again = len(runs) > 1

@@ -117,10 +117,11 @@ def check_contract(
         _equal("query_tokens", contract.query_tokens, backbone.query_tokens)
         _equal("prompt", contract.prompt, backbone.prompt)
     if action is not None:
-        for name in ("size", "low", "high", "gripper", "rotation"):
+        for name in ("size", "low", "high", "gripper", "rotation", "control"):
             _equal(f"action.{name}", getattr(contract.action, name), getattr(action, name))
     if observation is not None:
         _equal("observation.state_size", contract.observation.state_size, observation.state_size)
+        _equal("observation.orientation", contract.observation.orientation, observation.orientation)
         _equal("observation.cameras", list(contract.observation.cameras.items()), list(observation.cameras.items()))
     # What the pictures are made with follows from the cameras; another filter shows the head other pixels than it learned.
     _equal("image_filter", contract.image_filter, image_filter(observation or contract.observation, contract.image_size))

@@ -49,7 +49,7 @@ async def bus_rates() -> dict[str, float]:
     with tempfile.TemporaryDirectory() as directory:
         server = EmbeddedServer(Path(directory)).start()
         try:
-            bus = await Bus.connect(server.url, name="bench")
+            bus = await Bus.connect(server.url, name="bench", creds=server.creds)
             await ensure_topology(bus)
             report = JobReport(job="bench", kind="learned", reason="x" * 900)
             started = time.perf_counter()

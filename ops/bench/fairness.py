@@ -1,4 +1,4 @@
-"""`make bench-fairness`: what a flood costs another tenant, into runs/bench/fairness.json. See RESULTS.md.
+"""`make bench-fairness`: what a flood costs another tenant, and what accounts hold back. Into runs/bench/fairness.json.
 
 Ratios within one run, at both queues, with the real workers on a real server (fairness_rig.py). A tenant's work is timed beside
 one equal competitor, which is its fair half, and again beside a tenant who floods.
@@ -27,19 +27,27 @@ if __name__ == "__main__":
 from nexus_bus.bus import Bus, EmbeddedServer, ensure_topology
 from nexus_bus.models.backbone import Backbone
 from ops.bench.fairness_rig import Rig, rig, until
+from ops.bench.fairness_tenants import adding, attacked
 from ops.bench.models import about
 from ops.bench.models_base import Bench
 from schemas.inference import InferenceReply
 from workers.trainer import Trainer
 
-AIMS = {"jain": "aim 0.95 at least", "slowdown_x": "aim 2 at most", "slowdown_infer_x": "aim 2 at most"}
+AIMS = {
+    "jain": "aim 0.95 at least",
+    "slowdown_x": "aim 2 at most",
+    "slowdown_infer_x": "aim 2 at most",
+    "usage_error_share": "aim 0.01 at most",
+    "attacks": "aim 30 at least",
+    "attacks_that_got_something": "aim 0",
+}
 AT_ONCE = 24  # episodes that one rollout worker runs side by side
 CROWD = 1100  # more than the queue holds of one tenant, so that it is full all the while
 SEATS = 64
 SIZE = 8  # samples of a batch
 ROUNDS = 2  # of both sides in turns, the better one of each: other programs of the machine meet both alike
 INFINITE = float("inf")
-LONGEST_S = 240.0  # then it fails rather than go on
+LONGEST_S = 360.0  # then it fails rather than go on
 
 
 def jain(used: dict[str, float]) -> float:
@@ -52,7 +60,7 @@ async def house() -> AsyncIterator[tuple[Rig, Rig]]:
     """A server with nothing on it, and two sides with connections of their own: the one that is timed, and the crowd."""
     with tempfile.TemporaryDirectory() as directory:
         server = EmbeddedServer(Path(directory)).start()
-        buses = [await Bus.connect(server.url, name=name) for name in ("worker", "timed", "crowd")]
+        buses = [await Bus.connect(server.url, name=name, creds=server.creds) for name in ("worker", "timed", "crowd")]
         try:
             await ensure_topology(buses[0])
             async with rig(buses[1], buses[0]) as timed:
@@ -173,10 +181,33 @@ async def used_within(trainer: Trainer, seconds: float) -> dict[str, float]:
     return {tenant: after[tenant] - before[tenant] for tenant in after}
 
 
+async def billed(*, quick: bool) -> dict[str, float]:
+    """How far what tenants and provider are billed, idle time included, is from the measured life of both compute threads."""
+    seconds, shares = (3.0 if quick else 8.0), list[float]()
+    backbone = Backbone.load("nexus-nano")
+    for role in ("inference", "trainer"):
+        async with house() as (timed, crowd):
+            for tenant in ("a1", "a2", "a3"):
+                if role == "inference":
+                    await timed.policy(tenant, backbone)
+                else:
+                    await crowd.submit(tenant, "job", 40, SIZE)
+            started = time.perf_counter()
+            async with timed.worker(role, cache_memory_bytes=0):
+                asking = [timed.ask_many(tenant, 40, 8) for tenant in ("a1", "a2", "a3")] if role == "inference" else []
+                await asyncio.gather(*asking)
+                await asyncio.sleep(max(0.0, started + seconds - time.perf_counter()))
+            whole = time.perf_counter() - started
+            used = [item.message.device_s async for item in timed.bus.tail("usage", since="all", follow=False)]
+            shares.append(abs(sum(used) - whole) / whole)
+    return {"usage_error_share": max(shares)}
+
+
 async def measure(*, quick: bool) -> dict[str, float]:
-    """Both queues. `jain` is the worse of the two."""
+    """Both queues, the bill, and the accounts. `jain` is the worse of the two queues'."""
     async with asyncio.timeout(LONGEST_S):
-        found = await inference(quick=quick) | await training(quick=quick)
+        found = await inference(quick=quick) | await training(quick=quick) | await billed(quick=quick)
+        found |= await adding(quick=quick) | await attacked()
     return {"jain": min(found["jain_infer"], found["jain_train"]), **found}
 
 

@@ -48,6 +48,7 @@ async def _publish(bench: Any) -> dict[str, float]:
     quiet = _versions(bench, 1, 1)
     with tempfile.TemporaryDirectory(dir=bench.directory) as home:
         server = EmbeddedServer(Path(home) / "server").start()
+        os.environ["NEXUS_CREDS"] = str(server.creds)  # for the workers, too
         try:
             async with _service(bench, server.url, Path(home)) as bus:
                 return await _measure(bench, bus, server.url, ready, quiet)

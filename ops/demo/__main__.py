@@ -10,11 +10,13 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from nexus_bus import logs
+from nexus_bus import config, logs
+from nexus_bus.bus.authority import PROVIDER_FILE
 from nexus_bus.cli.board import Board
 from nexus_bus.client import Client
 from nexus_bus.errors import NexusError
-from nexus_bus.host import running_up
+from nexus_bus.homes import running_up
+from nexus_bus.tenants import tenants_of
 from nexus_bus.waterfall import render
 from ops.demo.report import Curve, Summary, TenantResult, collect, draw, table
 from ops.demo.service import Service
@@ -55,22 +57,24 @@ async def demo(arguments: argparse.Namespace, console: Console) -> int:
     rendering = ensure_rendering(console)
     plans = workloads(arguments.seed, rendering=rendering, scale=arguments.scale, base=arguments.base)
     async with Service(out / "home", console, arguments.base) as service:
-        client = await Client.connect(service.url, tenant=plans[0].tenant)
-        clients = {plan.tenant: client.for_tenant(plan.tenant) for plan in plans}
+        authority = config.authority(out / "home")
+        client = await Client.connect(service.url, tenant=plans[0].tenant, creds=authority / PROVIDER_FILE)
+        clients = await _accounts(service.url, authority, [plan.tenant for plan in plans])
         names = {(plan.tenant, plan.job.name): f"{plan.tenant} · {plan.job.name}" for plan in plans}
         curves = Curves()
         listening = asyncio.create_task(_listen(client, curves, names))
         for plan in plans:
             for spec in filter(None, (plan.warm, plan.job)):
                 await clients[plan.tenant].submit(spec)
-        board = Board(client.bus, [plan.tenant for plan in plans])
+        board = Board([client.for_tenant(plan.tenant) for plan in plans])
         with board.live(console):
             states = await _until_done(client, plans, board, started)
         listening.cancel()
         results = [await collect(client, states[plan.tenant]) for plan in plans]
         spans = await most_told_record(client.bus, [(plan.tenant, plan.job.name) for plan in plans if plan.job.kind == "rl"])
         rates = await _rates(client, results, time.monotonic() - started)
-        await client.close()
+        for one in (client, *clients.values()):
+            await one.close()
     seconds = time.monotonic() - started
     draw(out / "curves.png", curves.losses, curves.successes, results)
     summary = Summary(
@@ -88,6 +92,18 @@ async def demo(arguments: argparse.Namespace, console: Console) -> int:
     for state in unfinished:
         console.print(f"[red]{state.plan.tenant}/{state.plan.spec.name} {state.phase}:[/] {state.reason}")
     return 1 if unfinished else 0
+
+
+async def _accounts(url: str, authority: Path, names: list[str]) -> dict[str, Client]:
+    """Each tenant gets an account, and a connection with credentials of its own."""
+    connected: dict[str, Client] = {}
+    async with tenants_of(url, authority) as tenants:
+        for name in names:
+            path = authority / f"{name}.creds"
+            path.touch(mode=0o600)
+            path.write_text((await tenants.add(name)).creds)
+            connected[name] = await Client.connect(url, creds=path)
+    return connected
 
 
 async def _listen(client: Client, curves: Curves, names: dict[tuple[str, str], str]) -> None:

@@ -1,46 +1,55 @@
 // A tenant without Python: submit a job document and follow it to its end, in Node.js.
 //
-//   npm install @nats-io/transport-node@3 @nats-io/jetstream@3
-//   NEXUS_URL=nats://127.0.0.1:4222 NEXUS_TENANT=default node ops/examples/submit.mjs job.json
+//   npm install @nats-io/transport-node@3
+//   NEXUS_URL=nats://127.0.0.1:4222 NEXUS_CREDS=acme.creds node ops/examples/submit.mjs job.json
 //
 // Control messages are plain JSON (schemas/generated/ has their JSON Schema); nothing else of the project is needed.
 
 import { readFile } from "node:fs/promises";
 import { randomUUID } from "node:crypto";
-import { connect, headers } from "@nats-io/transport-node";
-import { DeliverPolicy, jetstream } from "@nats-io/jetstream";
+import { connect, credsAuthenticator, headers } from "@nats-io/transport-node";
 
-const tenant = process.env.NEXUS_TENANT ?? "default";
 const document = JSON.parse(await readFile(process.argv[2], "utf8"));
-const submission = `${tenant}/${document.name}/${randomUUID()}`; // sent twice with this id, it is still one job
-
-const connection = await connect({ servers: process.env.NEXUS_URL ?? "nats://127.0.0.1:4222", name: `client-${tenant}` });
-const stream = jetstream(connection);
-
-const events = await stream.consumers.get("EVENTS", {
-  filter_subjects: `event.${tenant}.>`,
-  deliver_policy: DeliverPolicy.StartTime,
-  opt_start_time: new Date(Date.now() - 60_000).toISOString(), // clocks differ
+const connection = await connect({
+  servers: process.env.NEXUS_URL ?? "nats://127.0.0.1:4222",
+  authenticator: credsAuthenticator(await readFile(process.env.NEXUS_CREDS)),
 });
 
-const given = headers();
-given.set("Content-Type", "application/json");
-await stream.publish(`job.submit.${tenant}`, JSON.stringify(document), { msgID: submission, headers: given });
+/** Ask the gateway; an answer with Nexus-Error-Code is an error, and its text says what was wrong. */
+async function call(subject, message, id) {
+  const given = headers();
+  given.set("Content-Type", "application/json");
+  if (id) given.set("Nats-Msg-Id", id);
+  const answer = await connection.request(subject, JSON.stringify(message), { headers: given, timeout: 30_000 });
+  if (answer.headers?.get("Nexus-Error-Code")) throw new Error(answer.string());
+  return answer.json();
+}
 
-let accepted = false;
-for await (const message of await events.consume()) {
-  const event = message.json();
-  if (event.submission === submission && event.type === "job.refused") {
-    console.error(event.message);
-    process.exitCode = 2;
-    break;
-  }
-  accepted ||= event.submission === submission && event.type === "job.accepted";
-  if (!accepted || event.job !== document.name) continue;
-  console.log(event.time, event.type, event.message ?? "", JSON.stringify(event.data ?? {}));
-  if (["job.completed", "job.failed", "job.cancelled"].includes(event.type)) {
-    process.exitCode = event.type === "job.completed" ? 0 : 1;
-    break;
+async function follow() {
+  const taken = await call("job.submit", document, randomUUID()); // sent twice under one id, it is still one job
+  let accepted = false;
+  for (let after = taken.after ?? 0; ; ) {
+    const page = await call("event.read", { after, wait_s: 20 }); // at most 20 s without news, then ask again
+    for (const event of page.events) {
+      const answers = event.submission === taken.submission;
+      if (answers && event.type === "job.refused") {
+        console.error(event.message);
+        return 2;
+      }
+      accepted ||= answers && event.type === "job.accepted";
+      if (!accepted || event.job !== document.name) continue;
+      console.log(event.time, event.type, event.message ?? "", JSON.stringify(event.data ?? {}));
+      if (["job.completed", "job.failed", "job.cancelled"].includes(event.type)) return event.type === "job.completed" ? 0 : 1;
+    }
+    after = page.next;
   }
 }
-await connection.close();
+
+try {
+  process.exitCode = await follow();
+} catch (error) {
+  console.error(error.message);
+  process.exitCode = 2;
+} finally {
+  await connection.close();
+}

@@ -83,10 +83,10 @@ async def test_heartbeats_that_an_outage_swallowed_are_no_fault_of_the_workers(
     health = Health(context(bus, "health", settings))
     restarted: list[str] = []
 
-    async def restart(name: str, *_: object) -> None:
+    async def lose(name: str, *_: object) -> None:
         restarted.append(name)
 
-    monkeypatch.setattr(health, "restart", restart)
+    monkeypatch.setattr(health, "lose", lose)
     beat = Heartbeat(
         role="trainer", worker="trainer-0", host="here", pid=1, state="running", busy=False, progress=0, time=time.time()
     )

@@ -12,10 +12,11 @@ from typing import Any
 import psutil
 import pytest
 
-from nexus_bus import host
+from nexus_bus import children, host
 from nexus_bus.bus import Bus, EmbeddedServer
 from nexus_bus.errors import NotFound, Unavailable
-from nexus_bus.host import Supervisor, held, host_id, running_up
+from nexus_bus.homes import held, running_up
+from nexus_bus.host import Supervisor, host_id
 from schemas.control import Ack, Heartbeat, ProcessExit, ProcessOrder, Role
 from schemas.subjects import subject
 
@@ -118,7 +119,8 @@ async def test_an_end_is_told_with_its_code(start: Start, eventually: Any):
     os.kill(pid, signal.SIGKILL)
     await eventually(lambda: running.exits)
     host_name = running.supervisor.host
-    assert running.exits == [ProcessExit(role="rollout", worker="rollout-0", host=host_name, pid=pid, returncode=-9)]
+    expected = ProcessExit(role="rollout", worker="rollout-0", host=host_name, pid=pid, returncode=-9, cause="killed")
+    assert running.exits == [expected]
     assert not running.supervisor.children["rollout-0"].running  # coming back is decided elsewhere
 
 
@@ -158,11 +160,15 @@ async def test_a_stopped_worker_stays_down(start: Start):
     await running.order("rollout-0", "stop")
     assert gone(pid)
     assert "drained" in running.log("rollout-0")
-    assert running.exits == []
+    assert [(exit.worker, exit.ordered) for exit in running.exits] == [("rollout-0", True)], "nobody is to miss it"
+    with pytest.raises(NotFound, match="told to stop"):
+        await running.order("rollout-0", pid=pid)  # by who knew it before
+    await running.order("rollout-0")
+    assert running.supervisor.children["rollout-0"].running
 
 
 async def test_a_crash_loop_is_not_fed(start: Start, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(host, "STARTS_PER_MINUTE", 3)
+    monkeypatch.setattr(children, "STARTS_PER_MINUTE", 3)
     running = await start({"rollout": 1})
     await running.order("rollout-0")
     await running.order("rollout-0")
@@ -201,7 +207,7 @@ async def test_a_new_health_manager_hears_of_earlier_ends(start: Start, eventual
 
 
 async def test_a_large_log_is_put_aside(start: Start, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(host, "LOG_BYTES", 1)
+    monkeypatch.setattr(children, "LOG_BYTES", 1)
     running = await start({"rollout": 1})
     await running.order("rollout-0")
     logs = running.supervisor.home / "logs"

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any, cast
@@ -52,7 +53,7 @@ async def master(bus: Bus) -> AsyncIterator[Master]:
 
 
 @pytest.fixture
-async def client(server: EmbeddedServer, master: Master) -> AsyncIterator[Client]:
+async def client(server: EmbeddedServer, master: Master, gateway: Any) -> AsyncIterator[Client]:
     async with await Client.connect(server.url, "acme") as client:
         yield client
 
@@ -179,23 +180,23 @@ async def test_the_master_does_not_believe_what_a_client_says(client: Client, pu
     plain = await publish("pick", 0)
     poisoned = save({"head.weight": np.array([1.0, np.nan], np.float32)})
     other = msgspec.structs.replace
-    for number, (order, error) in enumerate(
-        [
-            ({"weights": await bus.blobs.put(poisoned)}, "'head.weight' holds numbers that are not finite"),
-            ({"weights": await bus.blobs.put(b"pickled")}, "not a safetensors file"),
-            ({"weights": other(plain.weights, size=3)}, "weights.size: 3"),
-            ({"weights": other(plain.weights, sha256="0" * 64)}, "does not exist"),
-            ({"adapter": plain.weights}, "there is an adapter, but contract.lora has none"),
-            ({"contract": other(plain.contract, statistics_hash="0")}, "contract.statistics_hash"),
-            ({"contract": other(plain.contract, head=HeadSpec(type="nope", horizon=4))}, "contract.head.type: 'nope'"),
-            ({"contract": other(plain.contract, prompt="do {instruction}")}, "contract.prompt"),
-            ({"contract": other(plain.contract, query_tokens=64)}, "contract.query_tokens"),
-        ]
-    ):
+    for order, error in [
+        ({"weights": await bus.blobs.put(poisoned)}, "'head.weight' holds numbers that are not finite"),
+        ({"weights": await bus.blobs.put(b"pickled")}, "not a safetensors file"),
+        ({"weights": other(plain.weights, size=3)}, "weights.size: 3"),
+        ({"weights": other(plain.weights, sha256="0" * 64)}, "does not exist"),
+        ({"adapter": plain.weights}, "there is an adapter, but contract.lora has none"),
+        ({"contract": other(plain.contract, statistics_hash="0")}, "contract.statistics_hash"),
+        ({"contract": other(plain.contract, head=HeadSpec(type="nope", horizon=4))}, "contract.head.type: 'nope'"),
+        ({"contract": other(plain.contract, prompt="do {instruction}")}, "contract.prompt"),
+        ({"contract": other(plain.contract, query_tokens=64)}, "contract.query_tokens"),
+    ]:
         given: dict[str, Any] = {"name": "bad", "contract": plain.contract, "weights": plain.weights} | order
-        answers: Any = ("policy.imported", "policy.refused")
-        with pytest.raises(BadJob, match=error):
-            await client._ask("policy.import", PolicyImport(**given), f"by-hand-{number}", "it", answers, 10.0)
+        await bus.publish("policy.import", PolicyImport(**given), msg_id=f"by-hand-{error}", tenant="acme")
+        async with asyncio.timeout(10.0):
+            said = await anext(one async for one in client.events("bad") if one.submission == f"by-hand-{error}")
+        assert said.type == "policy.refused"
+        assert re.search(error, said.message)
     with pytest.raises(NotFound):
         await client.policy("bad@0")
 

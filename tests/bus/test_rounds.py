@@ -44,3 +44,36 @@ async def test_what_is_on_its_way_is_bounded_until_it_is_charged(bus: Bus) -> No
         more += found
     assert Counter(delivery.tenant for delivery in more)["loud"] == 4
     await rounds.stop()
+
+
+async def test_another_weight_counts_from_then_on(bus: Bus, eventually: Any) -> None:
+    rounds, pullers = Rounds(), dict[str, Any]()
+    for tenant in ("gold", "iron"):
+        pullers[tenant] = await bus.pull(inference_durable(tenant), batch=64)
+        rounds.add(tenant, pullers[tenant])
+        await ask_many(bus, tenant, 60)
+    await eventually(lambda: all(puller.waiting >= 60 for puller in pullers.values()))
+    assert Counter(delivery.tenant for delivery in await rounds.take(20, wait=1)) == {"gold": 10, "iron": 10}
+    rounds.add("gold", pullers["gold"], weight=3)
+    assert Counter(delivery.tenant for delivery in await rounds.take(40, wait=1)) == {"gold": 30, "iron": 10}
+    await rounds.stop()
+
+
+async def test_what_a_removed_key_had_in_hand_may_still_be_charged(bus: Bus) -> None:
+    rounds = Rounds()
+    for tenant in ("gone", "here"):
+        rounds.add(tenant, await bus.pull(inference_durable(tenant), batch=1, counted=True))
+        await ask_many(bus, tenant, 2)
+    held = []
+    while len(held) < 2:
+        held += await rounds.take(2, wait=5)
+    first, second = sorted(held, key=lambda delivery: delivery.tenant)
+    puller = rounds.remove("gone")
+    assert puller is not None
+    await puller.stop()
+    for delivery in (first, second):
+        await rounds.done(delivery, 0.5)
+        await delivery.ack()
+    assert [delivery.tenant for delivery in await rounds.take(2, wait=5)] == ["here"]
+    assert (await bus.js.consumer_info("INFERENCE", "infer-gone")).num_waiting == 0  # nothing is asked for any more
+    await rounds.stop()

@@ -6,7 +6,7 @@ from typing import Any, cast
 import structlog
 
 from nexus_bus import registry
-from nexus_bus.bus import Bus
+from nexus_bus.bus import Bus, ensure_tenant
 from nexus_bus.worker import Context, Pulse
 from schemas.job import JobSpec
 from schemas.plan import JobState, Plan
@@ -24,6 +24,11 @@ def state(job: str, *, closed: bool) -> JobState:
     return JobState(plan=plan, phase="completed" if closed else "training", submission="s", submitted="now", closed=closed)
 
 
+def master(bus: Bus) -> Master:
+    context = Context("master", "master-0", bus, None, asyncio.Event(), Pulse(), cast(Any, structlog.get_logger()), "host")
+    return Master(context)
+
+
 async def test_the_master_removes_batches_of_ended_and_unknown_jobs_and_keeps_those_of_running_ones(bus: Bus) -> None:
     kv = bus.kv("registry")
     await kv.put(registry.job_key("acme", "runs"), state("runs", closed=False))
@@ -33,6 +38,20 @@ async def test_the_master_removes_batches_of_ended_and_unknown_jobs_and_keeps_th
         await bus.publish("train.batch", batch, msg_id=job, tenant="acme", job=job)
     await bus.publisher.send("train.batch.ACME.x", b"{}", {}, 5.0)
     assert len(await bus.queued("TRAINING")) == 4
-    context = Context("master", "master-0", bus, None, asyncio.Event(), Pulse(), cast(Any, structlog.get_logger()), "host")
-    await Master(context).sweep()
+    await master(bus).sweep()
     assert await bus.queued("TRAINING") == {"train.batch.acme.runs": 1}
+
+
+async def test_the_master_removes_queues_and_consumers_of_tenants_that_are_gone(bus: Bus) -> None:
+    await bus.kv("registry").put(registry.tenant_key("acme"), {})
+    for tenant in ("acme", "gone"):
+        await ensure_tenant(bus, tenant)
+        await bus.publisher.send(f"infer.request.{tenant}", b"{}", {}, 5.0)
+        for name in ("rollout.run", "env.feed", "env.prepare"):
+            await bus.publisher.send(f"{name}.{tenant}.pick", b"{}", {}, 5.0)
+    await bus.publisher.send("rollout.run.ACME.x", b"{}", {}, 5.0)
+    await master(bus).sweep()
+    assert await bus.queued("INFERENCE") == {"infer.request.acme": 1}
+    assert await bus.queued("ROLLOUT") == {f"{name}.acme.pick": 1 for name in ("rollout.run", "env.feed", "env.prepare")}
+    depths = await bus.depths()
+    assert (set(depths["INFERENCE"]), set(depths["ROLLOUT"])) == ({"infer-acme"}, {"rollout-acme", "data-acme"})

@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
-from nexus_bus.host import running_up
+from nexus_bus.homes import running_up
 
 NOBODY = [flag for role in ("inference", "trainer", "rollout", "environment") for flag in (f"--{role}", "0")]
 Nexus = Callable[..., subprocess.CompletedProcess[str]]

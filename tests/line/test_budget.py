@@ -2,14 +2,20 @@
 
 import asyncio
 import time
+from collections.abc import AsyncIterator, Awaitable, Callable
 
+import msgspec
 import pytest
 
+from nexus_bus import registry
+from nexus_bus.bus import Bus
 from nexus_bus.client import Client
+from nexus_bus.clock import now
 from nexus_bus.errors import BadJob
 from schemas.job import Budget, DataSpec, EnvironmentSpec, EvaluationSpec, ExpertSpec, HeadSpec, JobSpec, Ppo, Sft
 from schemas.plan import TERMINAL, JobState, Phase
-from tests.line.conftest import ended
+from schemas.tenant import TenantLimits, TenantRecord
+from tests.line.conftest import Service, ended
 
 pytestmark = [pytest.mark.gl, pytest.mark.timeout(300)]
 
@@ -89,6 +95,48 @@ async def test_a_device_budget_pauses_a_job_and_more_of_it_ends_it_in_the_same_b
     await client.resume("limited", add_device_s=1000.0)
     assert (await ended(client, "limited")).phase == "completed"
     assert await weights(client, "limited") == await weights(client, "unlimited")
+
+
+@pytest.fixture
+async def limit(service: Service, client: Client) -> AsyncIterator[Callable[[float | None], Awaitable[None]]]:
+    """`await limit(0.2)`: from now on the tenant may use so many device-seconds more; None: as many as it likes."""
+    bus = await Bus.connect(service.url, name="provider")
+    key = registry.account_key(client.tenant)
+    before = await bus.kv("registry").get(key, TenantRecord)
+    record = before.value if before is not None else TenantRecord(name=client.tenant, account="A" * 56, created=now())
+
+    async def set_it(more_s: float | None) -> None:
+        tail = bus.tail("usage", since="all", follow=False, tenant=client.tenant, job="*")
+        used = sum([item.message.device_s async for item in tail])
+        limits = TenantLimits(device_s=used + more_s if more_s is not None else None)
+        await bus.kv("registry").put(key, msgspec.structs.replace(record, limits=limits))
+
+    yield set_it
+    await (bus.kv("registry").delete(key) if before is None else bus.kv("registry").put(key, record))
+    await bus.close()
+
+
+async def test_at_the_end_of_a_tenants_budget_its_jobs_rest_and_more_of_it_ends_them_in_the_same_bits(
+    client: Client, limit: Callable[[float | None], Awaitable[None]]
+) -> None:
+    await client.submit(sft("free"))
+    assert (await ended(client, "free")).phase == "completed"
+    await limit(0.2)
+    await client.submit(sft("barred"))
+    state = await reaches(client, "barred", "paused")
+    assert (state.limit, state.paused) == ("device_s", "training")
+    assert state.reason.startswith("limits.device_s: ")
+    with pytest.raises(BadJob, match=r"limits\.device_s"):
+        await client.resume("barred")
+    await client.submit(sft("late"))
+    while not (late := await reaches(client, "late", "waiting")).queued:  # it is accepted first
+        await asyncio.sleep(0.01)
+    assert late.reason.startswith("limits.device_s: ")
+    assert late.reason.endswith("place 1 in the line")
+    await limit(None)
+    for name in ("barred", "late"):
+        assert (await ended(client, name)).phase == "completed", "nobody had to resume it"
+        assert await weights(client, name) == await weights(client, "free")
 
 
 async def test_what_cannot_rest_or_go_on_says_why(client: Client) -> None:

@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 
+from nexus_bus import registry
 from nexus_bus.bus import Bus
 from nexus_bus.models.backbone import Backbone
 from nexus_bus.pace import Curve
 from ops.bench.fairness_rig import Rig, rig
+from schemas.tenant import TenantLimits, TenantRecord
 from tests.conftest import Eventually
 from workers.inference import Ask, Inference
 from workers.trainer import Trainer
@@ -86,6 +88,37 @@ async def test_a_flood_of_what_is_refused_holds_up_nobody(house: Rig, backbone: 
         await asyncio.wait_for(house.ask_many("quiet", 20, at_once=5), 20)
         for task in flood:
             task.cancel()
+
+
+async def weigh(bus: Bus, tenant: str, weight: float) -> None:
+    """What `nexus tenant limit` writes."""
+    record = TenantRecord(name=tenant, account="A" * 56, created="now", limits=TenantLimits(weight=weight))
+    await bus.kv("registry").put(registry.account_key(tenant), record)
+
+
+async def test_answers_go_by_the_tenants_weights_which_may_change_at_any_time(
+    house: Rig, bus: Bus, backbone: Backbone, monkeypatch: pytest.MonkeyPatch, eventually: Eventually
+) -> None:
+    await weigh(bus, "gold", 3)
+    for tenant in ("gold", "iron"):
+        await house.policy(tenant, backbone)
+    async with house.worker("inference", batch=8, tenant_inflight=32) as serving:
+        groups = Groups(serving, monkeypatch)
+        floods = [asyncio.create_task(house.ask_many(tenant, 5000, at_once=200)) for tenant in ("gold", "iron")]
+
+        async def ratio() -> float:
+            """Of their answers in the next groups, once what is new has come to count."""
+            begin = len(groups.tenants) + 20
+            await eventually(lambda: len(groups.tenants) >= begin + 40, within=60)
+            served = Counter(tenant for group in groups.tenants[begin : begin + 40] for tenant in group)
+            return served["gold"] / served["iron"]
+
+        assert 2 <= await ratio() <= 4.5
+        await weigh(bus, "gold", 1)
+        assert 0.6 <= await ratio() <= 1.7
+        for flood in floods:
+            assert not flood.done(), "the floods lasted all the while"
+            flood.cancel()
 
 
 class Steps:

@@ -1,10 +1,15 @@
 """The frame of every role: a worker must not live on without one of its loops."""
 
 import asyncio
+from pathlib import Path
+from typing import Any, cast
+from unittest.mock import AsyncMock, Mock
 
 import pytest
+import structlog
 
-from nexus_bus.worker import side_by_side
+from nexus_bus.config import RolloutConfig
+from nexus_bus.worker import Context, Pulse, _beat, side_by_side
 
 
 async def test_a_loop_that_fails_ends_the_others_and_says_why() -> None:
@@ -32,3 +37,39 @@ async def test_a_drained_loop_ends_the_rest_quietly() -> None:
     started = asyncio.get_running_loop().time()
     await side_by_side(drains(), asyncio.sleep(600))
     assert asyncio.get_running_loop().time() - started < 5
+
+
+async def test_the_alive_file_grows_old_while_a_worker_holds_work_and_does_not_move(tmp_path: Path, eventually: Any) -> None:
+    file, bus, pulse = tmp_path / "alive", Mock(cast=AsyncMock(), up=asyncio.Event()), Pulse(state="running")
+    settings = RolloutConfig(url="nats://nowhere:1", alive_file=str(file))
+    log = cast(Any, structlog.get_logger())
+    beating = asyncio.create_task(
+        _beat(Context("rollout", "rollout-0", bus, settings, asyncio.Event(), pulse, log, "host"), 0.01)
+    )
+
+    async def beats(more: int) -> None:
+        """So many heartbeats later."""
+        wanted = bus.cast.await_count + more
+        await eventually(lambda: bus.cast.await_count >= wanted)
+
+    bus.up.set()
+    await eventually(file.is_file)
+    assert file.read_text() == "running"  # idle: it lives
+
+    pulse.busy = 1
+    await beats(2)
+    file.unlink()
+    await beats(3)
+    assert not file.exists()  # busy, and nothing moves: whoever looks sees an old file, or here none
+
+    pulse.progress += 1
+    await eventually(file.is_file)
+
+    bus.up.clear()
+    await beats(2)
+    file.unlink()
+    await eventually(file.is_file)  # the bus is away: that is no fault of the worker
+
+    pulse.state = "draining"
+    await eventually(lambda: file.read_text() == "draining")
+    beating.cancel()

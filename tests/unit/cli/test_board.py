@@ -8,6 +8,7 @@ from rich.console import Console
 
 from nexus_bus.bus import Bus
 from nexus_bus.cli.board import Board
+from nexus_bus.client import Client
 from nexus_bus.documents import job_spec
 from nexus_bus.plan import compile_plan
 from nexus_bus.registry import job_key
@@ -33,7 +34,7 @@ def drawn(board: Board) -> str:
 
 
 def board(*states: JobState) -> Board:
-    made = Board(cast("Bus", None), ["acme"])
+    made = Board([])
     made.states = {job_key("acme", s.plan.spec.name): s for s in states}
     return made
 
@@ -86,9 +87,9 @@ def test_text_of_others_is_not_taken_for_markup():
     assert "[red]not red[/] [/]" in drawn(view)
 
 
-async def test_it_follows_the_bus_and_prints_lines_without_a_terminal(bus: Bus, eventually: Any):
+async def test_it_follows_the_bus_and_prints_lines_without_a_terminal(bus: Bus, gateway: Any, eventually: Any):
     out = StringIO()
-    view = Board(bus, ["acme"], "pick")
+    view = Board([Client(bus, "acme")], "pick")
     kv = bus.kv("registry")
     await kv.create(job_key("acme", "pick"), state(done=1))
     await kv.create(job_key("acme", "pick-2"), state("pick-2"))
@@ -100,6 +101,10 @@ async def test_it_follows_the_bus_and_prints_lines_without_a_terminal(bus: Bus, 
         await view.refresh()
         return text in out.getvalue()
 
+    async def over() -> bool:
+        await view.refresh()
+        return view.ended
+
     with view.live(Console(file=out, width=100)):
         await say("job.accepted", message="hello")
         await eventually(lambda: refreshed("acme/pick job.accepted hello"))
@@ -108,5 +113,5 @@ async def test_it_follows_the_bus_and_prints_lines_without_a_terminal(bus: Bus, 
         await kv.put(job_key("acme", "pick"), msgspec.structs.replace(state(), phase="completed"))
         await say("job.completed", message="done")
         await eventually(lambda: refreshed("job.completed done"))
-        await eventually(lambda: view.ended)
+        await eventually(over)
         assert view.depths

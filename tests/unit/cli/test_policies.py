@@ -30,7 +30,7 @@ Run = Callable[..., Awaitable[tuple[int, str, str]]]
 
 @pytest.fixture
 async def nexus(
-    server: EmbeddedServer, bus: Bus, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    server: EmbeddedServer, bus: Bus, gateway: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> AsyncIterator[Run]:
     """`await nexus("policies", "pick")`: exit code, what was printed, what was said about errors. A master serves."""
     monkeypatch.setenv("NEXUS_URL", server.url)

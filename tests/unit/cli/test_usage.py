@@ -30,7 +30,7 @@ data = {{ expert = {{ episodes = 5 }} }}
 
 @pytest.fixture
 async def nexus(
-    server: EmbeddedServer, bus: Bus, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    server: EmbeddedServer, bus: Bus, gateway: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> AsyncIterator[Run]:
     """`await nexus("usage")`: exit code, what was printed, what was said about errors. A master lets one job run."""
     monkeypatch.setenv("NEXUS_URL", server.url)
@@ -156,7 +156,12 @@ async def test_every_decision_is_on_record(nexus: Run, tmp_path: Path) -> None:
     while "cancelled" not in (await nexus("audit", "--job", "b"))[1]:
         await asyncio.sleep(0.02)
     entries = json.loads((await nexus("audit", "--json"))[1])
-    decided = [(entry["action"], entry["job"], entry["outcome"]) for entry in entries]
+    asked = [(entry["action"], entry["job"]) for entry in entries if entry["outcome"] == "asked"]
+    assert asked == [
+        *(("job.submit", "a"), ("job.submit", "b"), ("job.submit", "a")),
+        *(("job.pause", "a"), ("job.resume", "a"), ("job.cancel", "b")),
+    ]
+    decided = [(entry["action"], entry["job"], entry["outcome"]) for entry in entries if entry["outcome"] != "asked"]
     assert decided == [
         ("submit", "a", "accepted"),
         ("submit", "b", "accepted"),
@@ -168,7 +173,7 @@ async def test_every_decision_is_on_record(nexus: Run, tmp_path: Path) -> None:
     ]
     assert {entry["tenant"] for entry in entries} == {"acme"}
     assert entries[-1]["detail"] == "enough"
-    assert [entry["job"] for entry in json.loads((await nexus("audit", "--job", "b", "--json"))[1])] == ["b"] * 3
+    assert [entry["job"] for entry in json.loads((await nexus("audit", "--job", "b", "--json"))[1])] == ["b"] * 5
     assert json.loads((await nexus("audit", "--tenant", "globex", "--json"))[1]) == []
     assert json.loads((await nexus("audit", "--since", "2999-01-01", "--json"))[1]) == []
     assert len((await nexus("audit", "--all"))[1].splitlines()) == 1 + len(entries)

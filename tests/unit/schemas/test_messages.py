@@ -38,7 +38,8 @@ def example(kind: inspect.Type, *, full: bool) -> Any:
         case inspect.TupleType():
             made = [example(item, full=full) for item in kind.item_types]
         case inspect.DictType():
-            made = {"key": example(kind.value_type, full=full)}
+            key = kind.key_type.values[-1] if isinstance(kind.key_type, inspect.LiteralType) else "key"
+            made = {key: example(kind.value_type, full=full)}
         case inspect.LiteralType():
             made = kind.values[-1]
         case _:

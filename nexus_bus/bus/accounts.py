@@ -1,0 +1,55 @@
+"""Changing accounts on a server that runs: a signed token goes in, and counts from then on. No restart, no reload."""
+
+import json
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
+
+from nats.errors import Error as NatsError
+
+from nexus_bus.errors import Denied, Unavailable
+
+if TYPE_CHECKING:
+    from nexus_bus.bus.connection import Bus
+
+ANSWER_S = 5.0
+
+
+async def push(system: "Bus", token: str) -> None:
+    """Make an account what its token says.
+
+    Args:
+        system: a connection with the system account's credentials.
+
+    Raises:
+        Denied: the server does not trust who signed it.
+        Unavailable: no answer, or it could not store the token.
+    """
+    await _ask(system, "$SYS.REQ.CLAIMS.UPDATE", token)
+
+
+async def forget(system: "Bus", token: str) -> None:
+    """Delete accounts as a signed order says; whoever is connected is cut off. Raises as `push`."""
+    await _ask(system, "$SYS.REQ.CLAIMS.DELETE", token)
+
+
+async def clock(system: "Bus") -> int:
+    """Seconds since 1970 by the server's clock, which decides what has expired. Raises as `push`."""
+    content = await _ask(system, "$SYS.REQ.SERVER.PING", "")
+    try:
+        return int(datetime.fromisoformat(content["server"]["time"]).timestamp())
+    except (KeyError, TypeError, ValueError):
+        raise Unavailable("accounts: the server does not say what time it is; it must be 2.12 or newer") from None
+
+
+async def _ask(system: "Bus", on: str, token: str) -> dict[str, Any]:
+    try:
+        answer = await system.client.request(on, token.encode(), timeout=ANSWER_S)
+        content: dict[str, Any] = json.loads(answer.data)
+    except (NatsError, TimeoutError, ValueError) as error:
+        raise Unavailable(
+            f"accounts: the server does not answer on {on}: {error!r}; are these the system's credentials?"
+        ) from None
+    if error := content.get("error"):
+        text = f"accounts: the server refused the token: {error.get('description', error)}"
+        raise Denied(text) if "trust" in text or "operator" in text else Unavailable(text)
+    return content

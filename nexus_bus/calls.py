@@ -1,0 +1,224 @@
+"""What the gateway answers from what is stored: jobs, policy versions, weights, logs, the account. Reads only.
+
+Every answer is made of keys and subjects that contain the asking tenant's name, which the server put there. What belongs to
+somebody else is therefore looked for under a name that does not have it, and is answered like what does not exist.
+"""
+
+import asyncio
+import time
+from collections import OrderedDict
+from datetime import datetime
+from typing import Any
+
+from nexus_bus import registry
+from nexus_bus.admission import running
+from nexus_bus.bus import Bus, Incoming
+from nexus_bus.bus.page import page
+from nexus_bus.errors import BadMessage, NotFound
+from nexus_bus.spending import Account as Spent
+from nexus_bus.spending import Spending
+from schemas.api import (
+    Account,
+    AccountQuery,
+    AuditPage,
+    Content,
+    ContentQuery,
+    EventPage,
+    JobFound,
+    JobPage,
+    JobQuery,
+    LogQuery,
+    PageQuery,
+    PolicyFound,
+    PolicyPage,
+    PolicyQuery,
+    StateFound,
+    UsagePage,
+)
+from schemas.plan import TERMINAL, JobState
+from schemas.policy import PolicyVersion, TrainingState
+from schemas.subjects import BY_NAME, subject
+from schemas.tenant import TenantRecord
+
+FOLLOWED = 64  # tenants
+LOOKS, LOOK_S = 150, 0.02  # for what is on record to be summed up
+KEPT_BYTES = 256 << 20  # of weights that are being read, kept between two pieces
+
+
+class Reads:
+    """Answers by call, each `await method(message, incoming)`; see the `api.*` rows of schemas/subjects.py for their types."""
+
+    def __init__(self, bus: Bus) -> None:
+        self.bus = bus
+        self.kv = bus.kv("registry")
+        self._kept: OrderedDict[str, bytes] = OrderedDict()  # weights by hash
+        self._spending = Spending(bus)
+        self._asking: OrderedDict[str, None] = OrderedDict()  # tenants whose spending is followed
+        self._fetching: dict[str, asyncio.Task[bytes]] = {}
+
+    async def job(self, query: JobQuery, incoming: Incoming) -> JobFound:
+        """`job.get`."""
+        entry = await self.kv.get(registry.job_key(incoming.tokens["tenant"], query.job), JobState)
+        return JobFound(job=entry.value if entry is not None else None)
+
+    async def jobs(self, query: PageQuery, incoming: Incoming) -> JobPage:
+        """`job.list`."""
+        found, after = await self._entries(registry.job_key(incoming.tokens["tenant"], ""), query, JobState)
+        return JobPage(jobs=found, next=after)
+
+    async def policy(self, query: PolicyQuery, incoming: Incoming) -> PolicyFound:
+        """`policy.get`."""
+        return PolicyFound(policy=await self._version(incoming.tokens["tenant"], query.policy))
+
+    async def policies(self, query: PageQuery, incoming: Incoming) -> PolicyPage:
+        """`policy.list`."""
+        prefix = registry.policies_prefix(incoming.tokens["tenant"], query.job)
+        found, after = await self._entries(prefix, query, PolicyVersion)
+        return PolicyPage(policies=found, next=after)
+
+    async def state(self, query: JobQuery, incoming: Incoming) -> StateFound:
+        """`policy.state`."""
+        entry = await self.kv.get(registry.state_key(incoming.tokens["tenant"], query.job), TrainingState)
+        return StateFound(state=entry.value if entry is not None else None)
+
+    async def content(self, query: ContentQuery, incoming: Incoming) -> Content:
+        """`policy.read`: only what the tenant's own version or training state names. A hash by itself opens nothing."""
+        tenant = incoming.tokens["tenant"]
+        if not await self._names(tenant, query):
+            raise NotFound(f"policy: {query.policy!r} refers to no such content")
+        data = await self._whole(query.sha256)
+        return Content(data=data[query.offset : query.offset + query.size])
+
+    async def _names(self, tenant: str, query: ContentQuery) -> bool:
+        version = await self._version(tenant, query.policy)
+        if version is None:
+            return False
+        refs = [version.weights, *([version.adapter] if version.adapter is not None else [])]
+        if query.sha256 in {ref.sha256 for ref in refs}:
+            return True
+        entry = await self.kv.get(registry.state_key(tenant, version.job), TrainingState)
+        return entry is not None and entry.value.state.sha256 == query.sha256
+
+    async def _whole(self, sha: str) -> bytes:
+        if sha in self._kept:
+            self._kept.move_to_end(sha)
+            return self._kept[sha]
+        if (task := self._fetching.get(sha)) is None:  # asked for in pieces, several at once
+            task = self._fetching[sha] = asyncio.create_task(self.bus.blobs.get(sha))
+            task.add_done_callback(lambda _: self._fetching.pop(sha, None))
+        data = self._kept[sha] = await asyncio.shield(task)
+        while len(self._kept) > 1 and sum(map(len, self._kept.values())) > KEPT_BYTES:
+            self._kept.popitem(last=False)
+        return data
+
+    # Logs
+
+    async def events(self, query: LogQuery, incoming: Incoming) -> EventPage:
+        """`event.read`."""
+        found = await self._log("event", query, incoming, job=query.job or "*")
+        return EventPage(events=found.messages, next=found.next, end=found.end)
+
+    async def usage(self, query: LogQuery, incoming: Incoming) -> UsagePage:
+        """`usage.read`."""
+        found = await self._log("usage", query, incoming, job=query.job or "*")
+        return UsagePage(usage=found.messages, next=found.next, end=found.end)
+
+    async def audit(self, query: LogQuery, incoming: Incoming) -> AuditPage:
+        """`audit.read`; of all jobs, whatever the query says."""
+        found = await self._log("audit", query, incoming)
+        return AuditPage(audit=found.messages, next=found.next, end=found.end)
+
+    async def _log(self, name: str, query: LogQuery, incoming: Incoming, **tokens: str) -> Any:
+        row, on = BY_NAME[name], _pattern(name, tenant=incoming.tokens["tenant"], **tokens)
+        since = _time(query.since) if query.since else None
+        ends = time.monotonic() + query.wait_s
+        news = asyncio.Event()
+
+        async def heard(_: Any) -> None:
+            news.set()
+
+        listening = await self.bus.listen(on, heard) if query.wait_s else None
+        try:
+            while True:
+                found = await page(self.bus, row, on, after=query.after, since=since, limit=query.limit)
+                left = ends - time.monotonic()
+                if found.messages or listening is None or left <= 0:
+                    return found
+                news.clear()
+                try:
+                    await asyncio.wait_for(news.wait(), left)
+                except TimeoutError:
+                    return found
+        finally:
+            if listening is not None:
+                await listening.stop()
+
+    # The account
+
+    async def account(self, _query: AccountQuery, incoming: Incoming) -> Account:
+        """`account.show`."""
+        tenant = incoming.tokens["tenant"]
+        entry = await self.kv.get(registry.account_key(tenant), TenantRecord)
+        jobs = [one.value for one in (await self.kv.entries(registry.job_key(tenant, ""), JobState)).values()]
+        own = TenantRecord(name=tenant, account="A" * 56, created="") if entry is None else entry.value
+        spent = await self._spent(tenant)
+        training = (state for state in jobs if state.plan.spec.kind != "eval")
+        return Account(
+            tenant=tenant,
+            phase=own.phase,
+            limits=own.limits,
+            keys=own.keys,
+            used={
+                "jobs": running(jobs),
+                "queued": sum(state.phase == "waiting" for state in jobs),
+                **({"device_s": spent.device_s, "session_s": spent.session_s} if spent.known else {}),
+                "slots": sum(state.phase not in TERMINAL and state.phase not in ("waiting", "paused") for state in training),
+            },
+            time=time.time(),
+        )
+
+    async def _spent(self, tenant: str) -> Spent:
+        """What is on record, from the first time on followed, so that asking again costs nothing."""
+        self._asking[tenant] = None
+        self._asking.move_to_end(tenant)
+        while len(self._asking) > FOLLOWED:
+            self._spending.forget(self._asking.popitem(last=False)[0])
+        spent = self._spending.of(tenant)
+        for _ in range(LOOKS):
+            if spent.known:
+                break
+            await asyncio.sleep(LOOK_S)
+        return spent
+
+    async def _version(self, tenant: str, policy: str) -> PolicyVersion | None:
+        job, _, n = policy.partition("@")
+        entry = await self.kv.get(registry.policy_key(tenant, job, int(n)), PolicyVersion)
+        return entry.value if entry is not None else None
+
+    async def _entries(self, prefix: str, query: PageQuery, kind: type[Any]) -> tuple[list[Any], str]:
+        keys = sorted((key for key in await self.kv.keys(prefix)), key=_order)
+        keys = [key for key in keys if not query.after or _order(key) > _order(query.after)]
+        some = keys[: query.limit]
+        entries = await asyncio.gather(*(self.kv.get(key, kind) for key in some))
+        return [one.value for one in entries if one is not None], some[-1] if len(keys) > len(some) else ""
+
+
+def _order(key: str) -> tuple[Any, ...]:
+    """Keys as people order them: numbers by their value."""
+    return tuple((0, int(part), "") if part.isascii() and part.isdecimal() else (1, 0, part) for part in key.split("."))
+
+
+def _pattern(name: str, **tokens: str) -> str:
+    fixed = {key: value for key, value in tokens.items() if value != "*"}
+    subject(name, **{key: fixed.get(key, "_") for key in BY_NAME[name].tokens})  # refuses what is no name
+    return BY_NAME[name].pattern.format(**tokens)
+
+
+def _time(text: str) -> datetime:
+    try:
+        found = datetime.fromisoformat(text)
+    except ValueError:
+        raise BadMessage(f"since: {text[:80]!r} is no time as RFC 3339 writes it") from None
+    if found.tzinfo is None:
+        raise BadMessage(f"since: {text!r} has no time zone; end it with Z or an offset")
+    return found

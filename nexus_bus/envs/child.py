@@ -1,0 +1,161 @@
+"""The process that simulators live in: sessions by number, one request at a time. The other end of host.py.
+
+It runs on whichever interpreter has the simulator's packages, so nothing here needs more than NumPy, Pillow and msgspec.
+"""
+
+import contextlib
+import ctypes
+import faulthandler
+import importlib
+import os
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import cast
+
+import msgspec
+
+from nexus_bus.envs.catalog import EnvDescription, describe
+from nexus_bus.envs.session import Session
+from nexus_bus.envs.stepped import Stepped, restart
+from nexus_bus.envs.wire import LENGTH, PROTOCOL, Answer, Described, Encoding, Request
+from nexus_bus.errors import BadMessage, EnvironmentFault, NexusError, NotFound
+from nexus_bus.tensors import encode_image, from_tensor, to_tensor
+from schemas.environment import Observation, SessionCall, SessionReply
+from schemas.job import EnvironmentSpec
+
+
+class Child:
+    """All sessions of this process."""
+
+    def __init__(self) -> None:
+        self.sessions: dict[int, Session] = {}
+
+    def serve(self, channel: socket.socket) -> None:
+        """Answer requests until the parent closes its end."""
+        with channel.makefile("rwb") as stream:
+            while len(head := stream.read(LENGTH.size)) == LENGTH.size:
+                request = msgspec.msgpack.decode(stream.read(LENGTH.unpack(head)[0]), type=Request)
+                frame = msgspec.msgpack.encode(self.answer(request))
+                stream.write(LENGTH.pack(len(frame)) + frame)
+                stream.flush()
+        for session in self.sessions.values():
+            session.close()
+
+    def answer(self, request: Request) -> Answer:
+        """Do what is asked; a fault closes its session, a refusal does not."""
+        try:
+            return self._handle(request)
+        except NexusError as error:
+            if isinstance(error, EnvironmentFault):
+                self._close(request.session)
+            return Answer(code=error.code, message=str(error))
+        except Exception as error:  # noqa: BLE001 - the other sessions of this child must go on
+            self._close(request.session)
+            return Answer(code=EnvironmentFault.code, message=f"{request.op}: {type(error).__name__}: {error}")
+
+    def _close(self, session: int) -> None:
+        if session in self.sessions:
+            self.sessions.pop(session).close()
+
+    def _handle(self, request: Request) -> Answer:
+        match request.op:
+            case "ping":
+                return Answer(protocol=PROTOCOL)
+            case "describe":
+                return Answer(described=_described(describe(cast(EnvironmentSpec, request.spec))))
+            case "open":
+                session = self.sessions[request.session] = Session(cast(EnvironmentSpec, request.spec))
+                return Answer(described=_described(session.description))
+            case "close":
+                self._close(request.session)
+                return Answer()
+            case _:
+                return self._on(request)
+
+    def _on(self, request: Request) -> Answer:
+        """A call on a session that is open."""
+        session = self.sessions.get(request.session)
+        if session is None:
+            raise NotFound(f"session: {request.session} is not open here")
+        if request.op == "save":
+            return Answer(state=session.save())
+        if request.op == "expert":
+            return Answer(action=to_tensor(session.expert()))
+        begin = time.perf_counter()
+        if request.op == "restore":
+            restored = _reply(session, restart(session.restore(request.state)), request.encoding)
+            reply = msgspec.structs.replace(restored, end=session.end or "running")
+        else:
+            reply = _call(session, cast(SessionCall, request.call), request.encoding)
+        return Answer(reply=msgspec.structs.replace(reply, device_s=time.perf_counter() - begin))
+
+
+def _described(known: EnvDescription) -> Described:
+    return Described(
+        known.action,
+        known.observation,
+        known.max_steps,
+        known.instructions,
+        known.simulator,
+        known.expert,
+        known.success,
+    )
+
+
+def _call(session: Session, call: SessionCall, encoding: Encoding) -> SessionReply:
+    match call.op:
+        case "reset":
+            return _reply(session, restart(session.reset(call.seed, call.trial)), encoding)
+        case "render":
+            return SessionReply(image=encode_image(session.render(), encoding), steps=session.steps)
+        case "close":
+            session.leave()
+            return SessionReply()
+        case "step":
+            if call.actions is None:
+                raise BadMessage("actions: a step needs them")
+            return _reply(session, session.step(from_tensor(call.actions)), encoding)
+
+
+def _reply(session: Session, stepped: Stepped, encoding: Encoding) -> SessionReply:
+    seen = stepped.observed
+    images = {camera: encode_image(picture, encoding) for camera, picture in seen.images.items()}
+    return SessionReply(
+        observation=Observation(images=images, state=to_tensor(seen.state), instruction=seen.instruction),
+        rewards=stepped.rewards,
+        successes=stepped.successes,
+        terminated=stepped.terminated,
+        truncated=stepped.truncated,
+        end=stepped.end,
+        steps=session.steps,
+    )
+
+
+def _die_with(parent: int) -> None:
+    """Be killed when the parent ends, even while wedged inside a simulator (Linux; elsewhere the closed socket has to do)."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        if os.getppid() != parent:
+            os._exit(1)
+        with contextlib.suppress(OSError):  # where memory runs out faster than the parent looks, the kernel takes this one first
+            Path("/proc/self/oom_score_adj").write_text("1000")
+
+
+def main() -> None:
+    """The child: `python -m nexus_bus.envs.child FD PARENT [MODULE:CALLABLE]`."""
+    descriptor, parent, *own = sys.argv[1:]
+    _die_with(int(parent))
+    faulthandler.enable()  # a crash in native code says where, and the parent repeats the last line
+    channel = socket.socket(fileno=int(descriptor))
+    channel.set_inheritable(False)  # a process that a simulator starts must not keep it open
+    if own:
+        importlib.import_module("nexus_bus.envs.own").register(own[0])
+    Child().serve(channel)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,110 @@
+"""Every tenant's own consumer of one queue, served by its share, while tenants come and go and their limits change.
+
+What inference, rollout and environment workers have in common: who there is (registry), what each may take (allowances.py),
+whose turn it is (bus/rounds.py).
+"""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from nexus_bus import registry
+from nexus_bus.allowances import NO_LIMITS, Allowances
+from nexus_bus.bus import Bus, Durable, Puller, Rounds, ensure_durable
+from nexus_bus.bus.consume import Handler, Loop
+from nexus_bus.bus.pull import OnDead
+from nexus_bus.worker import PROVIDER, side_by_side
+from schemas.tenant import TenantLimits
+
+AHEAD = 2  # messages at hand beyond those in work: a tenant that waits must be seen to wait, or it counts as idle
+
+_KINDS = {"INFERENCE": ("infer",), "ROLLOUT": ("rollout", "data")}  # what tenants' consumers are called before the dash
+
+
+class Serving:
+    """Serves tenants from the moment they exist until they are removed. `rounds` deals out what arrives."""
+
+    def __init__(
+        self, bus: Bus, durable: Callable[[str, TenantLimits], Durable], *, batch: int, on_dead: OnDead | None = None
+    ) -> None:
+        """Serves nobody until `follow` or `consume` runs.
+
+        Args:
+            durable: a tenant's consumer, by its limits. What changes with them is changed on the server at once; of several
+                workers each does so with what it heard last, hence with the same in the end.
+            batch: messages of one tenant that may be here at a time, those in work included.
+        """
+        self.bus = bus
+        self.rounds = Rounds()
+        self.allowances = Allowances(bus)
+        self._durable = durable
+        self._batch = batch
+        self._on_dead = on_dead
+        self._there: set[str] = set()
+        self._pullers: dict[str, Puller] = {}
+        self._news: asyncio.Queue[str] = asyncio.Queue()  # tenants about whom something is new
+
+    @property
+    def tenants(self) -> set[str]:
+        """Who is served right now."""
+        return set(self._pullers)
+
+    async def consume(self, handler: Handler, *, stop: asyncio.Event, concurrency: int, grace: float = 6.0) -> None:
+        """THE loop, see bus/consume.py, over the consumers of all tenants. A turn costs the seconds that it was in hand."""
+        anybody = self._durable(PROVIDER, NO_LIMITS)  # how often a message is tried is the same for all
+        loop = Loop(self.bus, anybody, handler, stop, None, self._on_dead)
+        await side_by_side(loop.serve(self.rounds, concurrency, grace), self.follow())
+
+    async def follow(self) -> None:
+        """Serve who is there and who comes, until cancelled."""
+        await self.allowances.load()
+        self.allowances.changed.add(self._news.put_nowait)
+        await side_by_side(self.allowances.follow(), self._watch(), self._take_in())
+
+    async def _watch(self) -> None:
+        async for key, entry in self.bus.kv("registry").watch(registry.tenant_key(""), dict[str, Any]):
+            tenant = registry.tenant_of(key)
+            if entry is None:
+                self._there.discard(tenant)
+            else:
+                self._there.add(tenant)
+            self._news.put_nowait(tenant)
+
+    async def _take_in(self) -> None:
+        while True:
+            tenant = await self._news.get()
+            if tenant in self._there:
+                await self._serve(tenant)
+            elif tenant in self._pullers:
+                self.rounds.remove(tenant)
+                await self._pullers[tenant].stop()
+                del self._pullers[tenant]
+
+    async def _serve(self, tenant: str) -> None:
+        limits = self.allowances.of(tenant)
+        durable = self._durable(tenant, limits)
+        puller = self._pullers.get(tenant)
+        if puller is None:
+            puller = await self.bus.pull(durable, batch=self._batch, counted=True, on_dead=self._on_dead)
+            self._pullers[tenant] = puller
+        elif puller.durable != durable:
+            puller.durable = durable  # first: should the consumer be lost just now, it is made anew from this
+            await ensure_durable(self.bus, durable)
+        self.rounds.add(tenant, puller, limits.weight)
+
+
+async def sweep(bus: Bus) -> None:
+    """Remove consumers of tenants that are not there (any more), and what is queued for such. Part of the master's sweep."""
+    queued = {stream: await bus.queued(stream) for stream in _KINDS}
+    depths = await bus.depths()
+    there = {registry.tenant_of(key) for key in await bus.kv("registry").keys(registry.tenant_key(""))}  # after the others
+    for stream, kinds in _KINDS.items():
+        for on, messages in queued[stream].items():
+            if on.split(".")[2] not in there:
+                bus.log.warning("removed what nobody serves", subject=on, messages=messages)
+                await bus.drop(stream, on)
+        for name in depths[stream]:
+            kind, _, tenant = name.partition("-")
+            if kind in kinds and tenant not in there:
+                bus.log.warning("removed a consumer of nobody", stream=stream, consumer=name)
+                await bus.ask(f"$JS.API.CONSUMER.DELETE.{stream}.{name}")

@@ -1,0 +1,266 @@
+"""Gateway: the tenants' door. Takes their orders to the master's queue, asks the Inference Queue for them, reads for them.
+
+Reads   requests `tenant.<name>.<call>`, where the server has put the name; registry, logs and blobs on behalf of that tenant.
+Writes  JOBS (orders under ids that begin with the tenant), INFERENCE (infer.request), UPLOADS, blobs (imports), AUDIT.
+Killed  whoever asked gets no answer and asks again: orders carry ids, reads change nothing. Several share the requests.
+"""
+
+import asyncio
+import hashlib
+import uuid
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from nexus_bus import registry, worker
+from nexus_bus.audit import audit
+from nexus_bus.bus import Bus, Incoming
+from nexus_bus.bus.page import last_sequence, whole
+from nexus_bus.calls import Reads
+from nexus_bus.config import GatewayConfig
+from nexus_bus.errors import BadJob, BadMessage, NotFound, Unavailable, from_code
+from nexus_bus.exported import LARGEST
+from nexus_bus.worker import Context
+from schemas.api import Taken, UploadChunk, UploadedImport
+from schemas.base import BlobRef
+from schemas.control import Ack, Role
+from schemas.inference import InferenceReply, InferenceRequest
+from schemas.job import JobCancel, JobPause, JobResume, JobSpec
+from schemas.plan import TERMINAL, JobState
+from schemas.policy import PolicyPin, PolicyVersion
+from schemas.subjects import BY_NAME, CALLS, subject
+
+ROLE: Role = "gateway"
+
+ORDER_S = 10.0  # to get an order stored
+QUEUE_S = 2.0  # to get a request to act queued: a full queue pushes back on its tenant
+UPLOADS = 4  # of one tenant that have begun and are not used yet
+ID_LENGTH = 200  # of a message id that a tenant chooses
+
+Handler = Callable[[Any, Incoming], Awaitable[Any]]
+
+
+class _Caller(msgspec.Struct):
+    """Of `Nats-Request-Info`, which the server writes, whatever the message brought under that name."""
+
+    user: str = ""
+
+
+@dataclass
+class Asked:
+    """A request to act that waits for its answer."""
+
+    id: str  # the tenant's own
+    reply: "asyncio.Future[InferenceReply]"
+
+
+class Gateway:
+    """Serves every call of schemas/subjects.py."""
+
+    def __init__(self, context: Context) -> None:
+        self.context = context
+        self.bus: Bus = context.bus
+        self.kv = context.bus.kv("registry")
+        self.settings: GatewayConfig = context.config or GatewayConfig()
+        self.reads = Reads(context.bus)
+        self.under_way: Counter[str] = Counter()  # by tenant
+        self.asked: dict[str, Asked] = {}
+        self.inbox = ""
+
+    def handlers(self) -> dict[str, Handler]:
+        """By call."""
+        reads = self.reads
+        return {
+            "job.submit": self.order,
+            "job.cancel": self.order,
+            "job.pause": self.order,
+            "job.resume": self.order,
+            "job.get": reads.job,
+            "job.list": reads.jobs,
+            "policy.get": reads.policy,
+            "policy.list": reads.policies,
+            "policy.state": reads.state,
+            "policy.read": reads.content,
+            "policy.pin": self.order,
+            "policy.upload": self.upload,
+            "policy.import": self.take_in,
+            "infer.request": self.infer,
+            "event.read": reads.events,
+            "usage.read": reads.usage,
+            "audit.read": reads.audit,
+            "account.show": reads.account,
+        }
+
+    async def open(self) -> None:
+        """Listen."""
+        self.inbox = (await self.bus.inbox("infer.reply", self._answered)).subject
+        handlers = self.handlers()
+        for call in CALLS:
+            await self.bus.serve(call.name, self._within(handlers[call.local]), queue="gateway", tenant="*")
+
+    def _within(self, handler: Handler) -> Handler:
+        """A tenant who asks faster than it is answered is refused, so that others find room."""
+
+        async def handle(message: Any, incoming: Incoming) -> Any:
+            tenant = incoming.tokens["tenant"]
+            if self.under_way[tenant] >= self.settings.tenant_calls:
+                raise Unavailable(f"{self.settings.tenant_calls} calls of yours are under way; wait for some of the answers")
+            self.under_way[tenant] += 1
+            self.context.pulse.busy += 1
+            try:
+                return await handler(message, incoming)
+            finally:
+                self.under_way[tenant] -= 1
+                if not self.under_way[tenant]:
+                    del self.under_way[tenant]
+                self.context.pulse.busy -= 1
+                self.context.pulse.progress += 1
+
+        return handle
+
+    # Orders
+
+    async def order(self, message: Any, incoming: Incoming) -> Taken:
+        """An order goes onto the master's queue, under an id that begins with the tenant: nobody can use up another's."""
+        tenant, name = incoming.tokens["tenant"], _call_of(incoming)
+        await self._check(tenant, message)
+        submission = f"{tenant}/{name}/{await self._id(tenant, message, incoming)}"
+        return await self._publish(name, message, tenant, submission, incoming)
+
+    async def _publish(self, name: str, message: Any, tenant: str, submission: str, incoming: Incoming) -> Taken:
+        after = await last_sequence(self.bus, "EVENTS")
+        stored = await self.bus.publish(name, message, msg_id=submission, deadline=ORDER_S, tenant=tenant)
+        caller = _caller(incoming)
+        await audit(self.bus, tenant, name, _job_of(message), "asked", "", key=submission, caller=caller)
+        return Taken(submission=submission, after=0 if stored.duplicate else after, duplicate=stored.duplicate)
+
+    async def _check(self, tenant: str, message: Any) -> None:
+        """What is known to be wrong by now is said now."""
+        if isinstance(message, JobCancel | JobPause | JobResume):
+            entry = await self.kv.get(registry.job_key(tenant, message.job), JobState)
+            if entry is None:
+                raise NotFound(f"job: no job {message.job!r}; `nexus jobs` lists yours")
+            if entry.value.phase in TERMINAL and not isinstance(message, JobResume):
+                raise BadJob(f"job: {message.job!r} is {entry.value.phase} already")
+
+    async def _id(self, tenant: str, message: Any, incoming: Incoming) -> str:
+        if isinstance(message, JobCancel):  # cancelled twice is cancelled once
+            entry = await self.kv.get(registry.job_key(tenant, message.job), JobState)
+            return f"{message.job}/{entry.value.submitted if entry is not None else ''}"
+        given = incoming.headers.get("Nats-Msg-Id", "")
+        if len(given) > ID_LENGTH or not given.isprintable():
+            raise BadMessage(f"Nats-Msg-Id: at most {ID_LENGTH} printable characters")
+        return given or uuid.uuid4().hex
+
+    # Policies from elsewhere
+
+    async def upload(self, chunk: UploadChunk, incoming: Incoming) -> Ack:
+        """A piece of a file; see `take_in`."""
+        tenant = incoming.tokens["tenant"]
+        if chunk.offset + len(chunk.data) > LARGEST or not chunk.data:
+            raise BadMessage(f"offset: a file has at most {LARGEST} bytes, and a piece at least one")
+        if chunk.offset == 0:
+            begun = {on for on in await self.bus.queued("UPLOADS", f"upload.{tenant}.*")}
+            if len(begun | {subject("upload", tenant=tenant, upload=chunk.upload)}) > UPLOADS:
+                raise Unavailable(f"upload: {UPLOADS} files of yours wait to be used; import them, or wait an hour")
+        digest = hashlib.sha256(chunk.data).hexdigest()[:16]
+        msg_id = f"{tenant}/{chunk.upload}/{chunk.offset}/{digest}"
+        await self.bus.publish("upload", chunk, msg_id=msg_id, deadline=ORDER_S, tenant=tenant, upload=chunk.upload)
+        return Ack()
+
+    async def take_in(self, message: UploadedImport, incoming: Incoming) -> Taken:
+        """Put files together, check them against their hashes, and ask the master to register them.
+
+        A hash alone is worth nothing here: whoever imports has sent every byte.
+        """
+        tenant, order = incoming.tokens["tenant"], message.order
+        if (order.adapter is None) != (message.adapter is None):
+            raise BadMessage("adapter: the order and the files must both have one, or neither")
+        for upload, ref in ((message.weights, order.weights), (message.adapter, order.adapter)):
+            if upload is not None and ref is not None:
+                await self._assemble(tenant, order.name, upload, ref)
+        submission = f"{tenant}/policy.import/{await self._id(tenant, message, incoming)}"
+        return await self._publish("policy.import", order, tenant, submission, incoming)
+
+    async def _assemble(self, tenant: str, name: str, upload: str, ref: BlobRef) -> None:
+        known = await self.kv.get(registry.policy_key(tenant, name, 0), PolicyVersion)
+        if known is not None and ref in (known.value.weights, known.value.adapter):
+            return  # the answer was lost, and it is asked again
+        on = subject("upload", tenant=tenant, upload=upload)
+        chunks: list[UploadChunk] = await whole(self.bus, BY_NAME["upload"], on)
+        data, position = bytearray(), 0
+        for chunk in sorted(chunks, key=lambda one: one.offset):
+            if chunk.offset == position:
+                data += chunk.data
+                position += len(chunk.data)
+        if len(data) != ref.size or hashlib.sha256(data).hexdigest() != ref.sha256:
+            raise BadMessage(
+                f"upload {upload}: {len(data)} bytes are there, and they are not the {ref.size} with the hash given"
+            )
+        await self.bus.blobs.put(bytes(data), media_type=ref.media_type)
+        await self.bus.drop("UPLOADS", on)
+
+    # Inference
+
+    async def infer(self, request: InferenceRequest, incoming: Incoming) -> InferenceReply:
+        """A tenant's own request to act: through the same queue as everybody's, in its fair turn."""
+        tenant = incoming.tokens["tenant"]
+        job, _, n = request.policy.partition("@")
+        version = await self.kv.get(registry.policy_key(tenant, job, int(n)), PolicyVersion)
+        if version is None or version.value.retired:
+            raise NotFound(f"policy: no {request.policy!r}; `nexus policies` lists yours")
+        own = uuid.uuid4().hex  # ids of tenants may be equal
+        asked = self.asked[own] = Asked(request.id, asyncio.get_running_loop().create_future())
+        try:
+            await self.bus.publish(
+                "infer.request", msgspec.structs.replace(request, id=own), msg_id=f"{tenant}/{own}", tenant=tenant,
+                deadline=QUEUE_S, headers={"Nexus-Reply-To": self.inbox},
+            )  # fmt: skip
+            reply = await asyncio.wait_for(asked.reply, self.settings.infer_timeout_s)
+        except TimeoutError:
+            raise Unavailable(f"infer.request: no answer within {self.settings.infer_timeout_s:g} s") from None
+        finally:
+            del self.asked[own]
+        if reply.error:
+            raise from_code(reply.error_code, reply.error)
+        return msgspec.structs.replace(reply, id=asked.id, group=0, tenants=0)  # who else is there is nobody's business
+
+    async def _answered(self, reply: InferenceReply, _headers: dict[str, str]) -> None:
+        asked = self.asked.get(reply.id)
+        if asked is not None and not asked.reply.done():
+            asked.reply.set_result(reply)
+
+
+def _call_of(incoming: Incoming) -> str:
+    return incoming.subject.split(".", 2)[2]
+
+
+def _job_of(message: Any) -> str:
+    if isinstance(message, PolicyPin):
+        return message.policy.partition("@")[0]
+    return message.name if isinstance(message, JobSpec) or hasattr(message, "contract") else message.job
+
+
+def _caller(incoming: Incoming) -> str:
+    """Public key of who asked; empty for the provider, whose requests come from no other account."""
+    info = incoming.headers.get("Nats-Request-Info", "")
+    try:
+        return msgspec.json.decode(info, type=_Caller).user if info else ""
+    except msgspec.MsgspecError:
+        return "unreadable"
+
+
+async def main(context: Context) -> None:
+    """Serve until told to stop."""
+    gateway = Gateway(context)
+    await gateway.open()
+    context.pulse.state = "running"
+    await context.stop.wait()
+
+
+def run(**options: Any) -> int:
+    """Entry point of `nexus worker gateway`."""
+    return worker.run(ROLE, main, **options)
