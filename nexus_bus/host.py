@@ -25,6 +25,7 @@ from nexus_bus.clock import now
 from nexus_bus.errors import NexusError, NotFound, Refused, Unavailable
 from nexus_bus.failures import classify, ending, oom_kills
 from nexus_bus.homes import held, keep_counts
+from nexus_bus.tenants import tenants_of
 from nexus_bus.usage import PROVIDER
 from schemas.control import Ack, Heartbeat, ProcessExit, ProcessOrder, Role, Scaled, ScaleOrder
 from schemas.events import Event, EventType
@@ -337,6 +338,8 @@ async def up(
         server = EmbeddedServer(home / "nats", port=port).start()
         keeping = asyncio.create_task(_keep(server, say))
         try:
+            async with tenants_of(server.url, server.authority) as tenants:
+                await tenants.refresh()  # what an older version of ours told it
             (home / "url").write_text(server.url)
             workers = ", ".join(f"{count} {role}" if count > 1 else role for role, count in counts.items() if count)
             say(f"server at {server.url}; starting {workers}; logs in {home / 'logs'}")

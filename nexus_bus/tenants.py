@@ -18,7 +18,7 @@ import msgspec
 from nexus_bus import registry
 from nexus_bus.audit import audit
 from nexus_bus.bus import Bus, ensure_topology, remove_tenant
-from nexus_bus.bus.accounts import clock, forget, push
+from nexus_bus.bus.accounts import clock, forget, known, push
 from nexus_bus.bus.authority import FOR_EVER, SYSTEM_FILE, Authority
 from nexus_bus.bus.jwt import Key
 from nexus_bus.clock import now
@@ -221,6 +221,17 @@ class Tenants:
         await remove_tenant(self.bus, name)
         for stream, on in (("EVENTS", f"event.{name}.*"), ("UPLOADS", f"upload.{name}.*")):
             await self.bus.drop(stream, on)
+
+    async def refresh(self) -> list[str]:
+        """Tell the server of every account that it does not know as it should be: after an update of ours that has new calls,
+        or with a server whose accounts were lost. Those that were told anew.
+        """
+        told: list[str] = []
+        for record in await self.all():
+            if record.phase != "removed" and not await known(self.system, self.authority.tenant_token(record)):
+                await self._change(record.name, lambda one: one, "tenant.refresh", "")
+                told.append(record.name)
+        return told
 
     async def _change(
         self, name: str, change: Callable[[TenantRecord], TenantRecord], action: str, detail: str

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from schemas.base import Count, Message, Name, PolicyId, Positive, Seconds, Sha256
+from schemas.base import END, Count, Message, Name, PolicyId, Positive, Seconds, Sha256
 from schemas.events import Event
 from schemas.plan import JobState
 from schemas.policy import PolicyImport, PolicyVersion, TrainingState
@@ -19,8 +19,8 @@ CHUNK_BYTES = 256 << 10  # of content in one message: below every tenant's paylo
 WAIT_S = 20.0  # that a reader may wait for something new
 
 Limit = Annotated[int, Meta(ge=1, le=PAGE)]
-JobName = Annotated[str, Meta(pattern=r"^([a-z0-9][a-z0-9_-]{0,62})?$(?!\n)", description="A job, or empty for all.")]
-Upload = Annotated[str, Meta(pattern=r"^[0-9a-f]{8,64}$(?!\n)", description="A name of the sender's own for what it sends.")]
+JobName = Annotated[str, Meta(pattern=r"^([a-z0-9][a-z0-9_-]{0,62})?" + END, description="A job, or empty for all.")]
+Upload = Annotated[str, Meta(pattern=r"^[0-9a-f]{8,64}" + END, description="A name of the sender's own for what it sends.")]
 
 
 class Taken(Message, frozen=True, kw_only=True):

@@ -4,14 +4,14 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from schemas.base import Count, Message, Name, Positive, Seconds
+from schemas.base import END, Count, Message, Name, Positive, Seconds
 
 Weight = Annotated[float, Meta(ge=0.001, le=1000)]
 Budget = Annotated[float, Meta(gt=0, le=1e15)]
 Bytes = Annotated[int, Meta(ge=1, le=2**53)]
 
 TenantPhase = Literal["active", "suspended", "removed"]
-PublicKey = Annotated[str, Meta(pattern=r"^[AU][A-Z2-7]{55}$(?!\n)", description="Public key of an account or of a user.")]
+PublicKey = Annotated[str, Meta(pattern=r"^[AU][A-Z2-7]{55}" + END, description="Public key of an account or of a user.")]
 
 
 class TenantLimits(Message, frozen=True, kw_only=True):

@@ -39,6 +39,8 @@ ORDER_S = 10.0  # to get an order stored
 QUEUE_S = 2.0  # to get a request to act queued: a full queue pushes back on its tenant
 UPLOADS = 4  # of one tenant that have begun and are not used yet
 ID_LENGTH = 200  # of a message id that a tenant chooses
+REASON_LENGTH = 1000  # of why a job is stopped: it is kept with the job
+ORDER_BYTES = 256 << 10  # of an order: what follows from it is kept in the registry, which all tenants share
 
 Handler = Callable[[Any, Incoming], Awaitable[Any]]
 
@@ -131,6 +133,8 @@ class Gateway:
         return await self._publish(name, message, tenant, submission, incoming)
 
     async def _publish(self, name: str, message: Any, tenant: str, submission: str, incoming: Incoming) -> Taken:
+        if (size := len(msgspec.json.encode(message))) > ORDER_BYTES:
+            raise BadMessage(f"{name}: {size} bytes; an order has at most {ORDER_BYTES}")
         after = await last_sequence(self.bus, "EVENTS")
         stored = await self.bus.publish(name, message, msg_id=submission, deadline=ORDER_S, tenant=tenant)
         caller = _caller(incoming)
@@ -139,6 +143,8 @@ class Gateway:
 
     async def _check(self, tenant: str, message: Any) -> None:
         """What is known to be wrong by now is said now."""
+        if len(getattr(message, "reason", "")) > REASON_LENGTH:
+            raise BadMessage(f"reason: longer than {REASON_LENGTH} characters; say it in fewer")
         if isinstance(message, JobCancel | JobPause | JobResume):
             entry = await self.kv.get(registry.job_key(tenant, message.job), JobState)
             if entry is None:

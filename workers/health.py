@@ -161,7 +161,7 @@ class Health:
     async def restart(self, name: str, seen: Seen, why: str, delay: float) -> None:
         """Ask the host for a new process, after `delay` seconds."""
         await asyncio.sleep(delay)
-        order = ProcessOrder(worker=name, action="restart", reason=why, pid=seen.pid)
+        order = ProcessOrder(worker=name, action="restart", reason=why.partition(":")[0], pid=seen.pid)
         try:
             await self.context.bus.request("host.order", order, timeout=ORDER_S, host=seen.host)
             seen.total += 1

@@ -62,6 +62,7 @@ class Rollout:
     async def open(self) -> None:
         """Make the inbox that answers come to."""
         self.inbox = (await self.bus.inbox("infer.reply", self._answered)).subject
+        self.bus.returned.add(self._in_vain)
 
     async def handle(self, delivery: Delivery) -> Outcome:
         """Play one order to its end, and hand on what it gave. What it raises, the loop turns into another try (consume.py)."""
@@ -182,6 +183,12 @@ class Rollout:
         future = self.waiting.get(reply.id)
         if future is not None and not future.done():
             future.set_result(reply)
+
+    def _in_vain(self) -> None:
+        """The server was away. The Inference Queue lies in its memory and answers in none: nobody may be about to answer."""
+        for future in self.waiting.values():
+            if not future.done():
+                future.set_exception(Unavailable("the bus was away while inference was asked"))
 
     async def _hand_on(self, episode: Episode, name: str, simulator: str) -> None:
         order, last = episode.order, episode.last

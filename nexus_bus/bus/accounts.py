@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from nats.errors import Error as NatsError
 
+from nexus_bus.bus.jwt import contents
 from nexus_bus.errors import Denied, Unavailable
 
 if TYPE_CHECKING:
@@ -30,6 +31,17 @@ async def push(system: "Bus", token: str) -> None:
 async def forget(system: "Bus", token: str) -> None:
     """Delete accounts as a signed order says; whoever is connected is cut off. Raises as `push`."""
     await _ask(system, "$SYS.REQ.CLAIMS.DELETE", token)
+
+
+async def known(system: "Bus", token: str) -> bool:
+    """Whether the server knows an account as this token says, whenever that was issued. Raises Unavailable."""
+    wanted = contents(token)
+    on = f"$SYS.REQ.ACCOUNT.{wanted.get('sub')}.CLAIMS.LOOKUP"
+    try:
+        answer = await system.client.request(on, b"", timeout=ANSWER_S)
+    except (NatsError, TimeoutError) as error:
+        raise Unavailable(f"accounts: no answer on {on}: {error!r}; are these the system's credentials?") from None
+    return contents(answer.data.decode(errors="replace")).get("nats") == wanted["nats"]
 
 
 async def clock(system: "Bus") -> int:

@@ -111,7 +111,7 @@ class Authority:
         return mint(self.operator, self.provider.public, "provider", _account(_NO_LIMITS | storage, exports), issued=issued)
 
     def tenant_token(self, record: TenantRecord) -> str:
-        """A tenant's account as its record says; a suspended one imports nothing."""
+        """A tenant's account as its record says: its calls, answers and events, and nothing else; suspended, not even those."""
         limits = _NO_LIMITS | {
             "payload": record.limits.payload_bytes,
             "conn": record.limits.connections if record.phase == "active" else 0,
@@ -133,17 +133,15 @@ class Authority:
                 {"name": "events", "account": account, "subject": events, "local_subject": "event.>", "type": "stream"}
             )
         claims = _account(limits, imports=imports) | ({"revocations": record.revoked} if record.revoked else {})
+        # Of every user without permissions of its own, which is all of them: a new call needs no new credentials.
+        claims["default_permissions"] = {
+            "pub": {"allow": [call.local for call in CALLS]}, "sub": {"allow": ["_INBOX.>", "event.>"]},
+        }  # fmt: skip
         return mint(self.operator, record.account, record.name, claims, issued=record.issued)
 
     def tenant_creds(self, record: TenantRecord, key: Key, *, issued: int, expires: int | None = None) -> str:
-        """Credentials with which a user speaks for a tenant: its calls, its answers, its events, and nothing else."""
-        claims = {
-            "type": "user",
-            "pub": {"allow": [call.local for call in CALLS]},
-            "sub": {"allow": ["_INBOX.>", "event.>"]},
-            "subs": -1, "data": -1, "payload": -1,
-            "tags": [f"tenant:{record.name}"],
-        }  # fmt: skip
+        """Credentials with which a user speaks for a tenant; what it may do, its account says."""
+        claims = _ANYTHING | {"type": "user", "subs": -1, "data": -1, "payload": -1, "tags": [f"tenant:{record.name}"]}
         return creds_text(mint(self.tenant(record.name), key.public, record.name, claims, issued=issued, expires=expires), key)
 
     def deletion(self, account: str) -> str:

@@ -57,6 +57,14 @@ class GuardedClient(Client):
             raise asyncio.CancelledError
         return result
 
+    async def _close(self, status: int, do_cbs: bool = True) -> None:
+        """The stock client raises where the server cut it off with bytes unsent; they are lost, and it closes all the same."""
+        try:
+            await super()._close(status, do_cbs)
+        except OSError:
+            self._status = Client.DISCONNECTED
+            await super()._close(status, do_cbs)
+
     async def take(self, on: str, callback: Callable[[Msg], Awaitable[None]], queue: str = "") -> Any:
         """Subscribe without limits: with the stock ones a slow reader loses messages silently (134 of 200)."""
         subscribe: Any = self.subscribe

@@ -197,7 +197,7 @@ async def tenant_rotate(
         async with _tenants(url, authority) as tenants:
             issued = await tenants.rotate(name, label=label, expires_s=expires, keep=keep)
         place(issued.creds)
-    _issued(issued, out or f"{name}.creds", as_json, f"{name} has {len(issued.record.keys)} keys")
+    _issued(issued, out or f"{name}.creds", as_json, _counted(issued.record))
 
 
 @tenant_command.command("revoke")
@@ -210,7 +210,7 @@ async def tenant_revoke(name: str, key: str, url: str, authority: Path, as_json:
     """Make one key void, or all of one label; who uses it is cut off."""
     async with _tenants(url, authority) as tenants:
         record = await tenants.revoke(name, key)
-    _said(record, as_json, f"{name} has {len(record.keys)} keys")
+    _said(record, as_json, _counted(record))
 
 
 @tenant_command.command("suspend")
@@ -328,6 +328,10 @@ def _said(record: TenantRecord, as_json: bool, text: str) -> None:
         click.echo(text)
 
 
+def _counted(record: TenantRecord) -> str:
+    return f"{record.name} has {len(record.keys)} key{'s' * (len(record.keys) != 1)}"
+
+
 def _keys(keys: list[TenantKey]) -> Any:
     from rich.text import Text
 
@@ -340,12 +344,14 @@ def _keys(keys: list[TenantKey]) -> Any:
 
 
 def _limits(limits: TenantLimits, used: dict[str, float] | None = None) -> Any:
+    from rich.text import Text
+
     from nexus_bus.cli.show import listing
 
     table = listing("limit", "may take", *(["taken"] if used is not None else []), "", right=("may take", "taken"))
     for name, summary in LIMITS.items():
         taken = [] if used is None else [_value(used[name]) if name in used else ""]
-        table.add_row(name, _value(getattr(limits, name)), *taken, summary)
+        table.add_row(name, _value(getattr(limits, name)), *taken, Text(summary))
     return table
 
 

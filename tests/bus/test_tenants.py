@@ -13,6 +13,7 @@ from tenancy import admitted, ask, raw, written
 
 from nexus_bus import registry, tenants
 from nexus_bus.bus import Bus, EmbeddedServer
+from nexus_bus.bus.accounts import push
 from nexus_bus.client import Client
 from nexus_bus.config import MasterConfig
 from nexus_bus.errors import BadJob, Denied, NotFound, Unavailable
@@ -387,3 +388,12 @@ async def test_whoever_is_interrupted_while_removing_removes_it_again(
     assert (record.phase, record.reason) == ("suspended", "is being removed")
     assert not await admitted(server, creds)
     assert (await operator.remove("acme")).phase == "removed"
+
+
+async def test_a_server_that_was_told_otherwise_is_told_again(operator: Tenants) -> None:
+    record = (await operator.add("acme")).record
+    assert await operator.refresh() == []
+    other = replace(record, limits=TenantLimits(connections=1), issued=record.issued + 1)
+    await push(operator.system, operator.authority.tenant_token(other))  # as an older version might have left it
+    assert await operator.refresh() == ["acme"]
+    assert await operator.refresh() == []

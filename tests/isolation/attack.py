@@ -2,10 +2,9 @@
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from pathlib import Path
 
-from tests.isolation.attacker import Attacker, attacker
-from tests.isolation.siege import INTRUDER, Siege, besieged
+from tests.isolation.attacker import Attacker
+from tests.isolation.siege import INTRUDER, Siege
 
 Attempt = Callable[[Siege, Attacker], Awaitable[str | None]]
 
@@ -31,18 +30,3 @@ def attack(tries: str, *, tenant: str = INTRUDER) -> Callable[[Attempt], Attempt
         return attempt
 
     return listed
-
-
-async def carry_out(siege: Siege, one: Attack, *, fenced: bool = True) -> str | None:
-    """Attack; evidence that something was got, or None."""
-    async with attacker(siege.url, siege.creds(one.tenant, fenced=fenced), fenced) as intruder:
-        said = await one.attempt(siege, intruder)
-        return await siege.verdict(intruder, said)
-
-
-async def run_all(url: str, authority: Path) -> dict[str, str | None]:
-    """Every attack, on a running server: by name, evidence of success or None."""
-    from tests.isolation import attacks  # noqa: F401 - fills the list
-
-    async with besieged(url, authority) as siege:
-        return {one.name: await carry_out(siege, one) for one in ATTACKS}

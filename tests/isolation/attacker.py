@@ -79,10 +79,8 @@ class Attacker:
         """Everything that came, on all its connections."""
         parts = [bytes(wire.said) for wire in self.sockets]
         for msg in self.heard:
-            headers = {
-                key: value for key, value in (msg.headers or {}).items() if key != "Nats-Subject"
-            }  # what it asked itself
-            parts.append(f"{msg.subject} {json.dumps(headers)} ".encode() + msg.data)
+            if (msg.headers or {}).get("Status") != "503":  # nobody answers: it names only what was asked
+                parts.append(f"{msg.subject} {json.dumps(msg.headers)} ".encode() + msg.data)
         return b"\n".join(parts)
 
     async def listen(self, subject: str, queue: str = "") -> None:

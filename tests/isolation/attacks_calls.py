@@ -17,11 +17,11 @@ from tests.isolation.siege import (
     ABSENT_UPLOAD,
     INTRUDER,
     JOB,
+    MARK,
     NAMESAKE,
     OWN_JOB,
     OWN_POLICY,
     POLICY,
-    SECRET,
     UPLOAD,
     VICTIM,
     Siege,
@@ -110,12 +110,12 @@ async def job_from_a_version_of_another(_siege: Siege, intruder: Attacker) -> st
 async def dataset_of_another(_siege: Siege, intruder: Attacker) -> str | None:
     await intruder.listen("event.>")
     for path in (
-        f"../{VICTIM}/{SECRET}-data",
+        f"../{VICTIM}/{MARK}-data",
         f"{VICTIM}/../../{VICTIM}/data",
         f"public/../{VICTIM}/data",
         f"/data/{VICTIM}/data",
     ):
-        taken = await intruder.call("job.submit", spec("reader", data={"dataset": path.replace(SECRET, "own")}))
+        taken = await intruder.call("job.submit", spec("reader", data={"dataset": path.replace(MARK, "own")}))
         if not taken.error and (event := await intruder.outcome(taken))["type"] != "job.refused":
             return f"{path}: {event}"
     return None
@@ -175,7 +175,7 @@ async def import_by_a_hash_alone(siege: Siege, intruder: Attacker) -> str | None
 
 @attack("An import of what the victim has uploaded and not used yet.")
 async def import_of_anothers_upload(_siege: Siege, intruder: Attacker) -> str | None:
-    data = SECRET.encode()
+    data = MARK.encode()
     sha = hashlib.sha256(data).hexdigest()
     return await _both(intruder, "policy.import", _import(sha, len(data), UPLOAD), _import(sha, len(data), ABSENT_UPLOAD))
 
@@ -201,7 +201,7 @@ async def import_with_anothers_adapter(siege: Siege, intruder: Attacker) -> str 
 
 @attack("Pieces put into the victim's upload, by its id.")
 async def pieces_for_anothers_upload(siege: Siege, intruder: Attacker) -> str | None:
-    for offset in (0, len(SECRET)):
+    for offset in (0, len(MARK)):
         answer = await intruder.pack("policy.upload", {"upload": UPLOAD, "offset": offset, "data": b"poison"})
         assert not answer.error, answer
     await siege.bus.drop("UPLOADS", f"upload.{INTRUDER}.*")

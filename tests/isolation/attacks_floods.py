@@ -20,6 +20,7 @@ from tests.isolation.siege import (
     TENANT_CALLS,
     VICTIM,
     Siege,
+    spec,
 )
 
 FLOOD = 2000
@@ -29,10 +30,14 @@ FLOOD = 2000
 async def payloads_over_the_limit(siege: Siege, intruder: Attacker) -> str | None:
     large = b"x" * (PAYLOAD_BYTES + 1)
     for line, body in (
-        (f"PUB account.show _INBOX.x {len(large)}", large), (f"HPUB account.show _INBOX.x 12 {len(large)}", large),
-        ("PUB account.show _INBOX.x 9999999999", b""), ("PUB account.show _INBOX.x 99999999999999999999999", b""),
-        ("PUB account.show _INBOX.x -1", b""), ("HPUB account.show _INBOX.x 20 10", b"x" * 20), ("PUB account.show _INBOX.x 2x", b"{}"),
-    ):  # fmt: skip
+        (f"PUB account.show _INBOX.x {len(large)}", large),
+        (f"HPUB account.show _INBOX.x 12 {len(large)}", large),
+        ("PUB account.show _INBOX.x 9999999999", b""),
+        ("PUB account.show _INBOX.x 99999999999999999999999", b""),
+        ("PUB account.show _INBOX.x -1", b""),
+        ("HPUB account.show _INBOX.x 20 10", b"x" * 20),
+        ("PUB account.show _INBOX.x 2x", b"{}"),
+    ):
         wire = await intruder.wire()
         said = await wire.say(b"SUB _INBOX.x 1\r\n" + line.encode() + b"\r\n" + body + b"\r\n")
         await wire.close()
@@ -123,11 +128,29 @@ async def a_reader_that_does_not_read(siege: Siege, intruder: Attacker) -> str |
 @attack("Lines that no protocol has.")
 async def malformed_lines(siege: Siege, intruder: Attacker) -> str | None:
     for line in (
-        b"\r\n\r\n\r\n", b"PUB\r\n", b"PUB a\r\n", b"SUB\r\n", b"SUB a b c d\r\n", b"UNSUB\r\n", b"UNSUB x 1 2\r\n", b"HPUB a 1\r\n",
-        b"\x00" * 100 + b"\r\n", b"\xff\xfe\r\n", b"X" * 5000 + b"\r\n", b"SUB " + b"event." * 800 + b"x 1\r\n", b"PUB " + b"a." * 3000 + b" 0\r\n\r\n",
-        b"CONNECT " + b"[" * 3000 + b"\r\n", b"CONNECT {\r\n", b"PING" * 500 + b"\r\n", b"PONG\r\n" * 500, b"PUB job..get 0\r\n\r\n",
-        b"PUB job.get.\xff 0\r\n\r\n", b"SUB event.\x00 1\r\n", b"PUB account.show _INBOX.\xff\xfe 2\r\n{}\r\n", b"SUB event.> \xff\r\n",
-    ):  # fmt: skip
+        b"\r\n\r\n\r\n",
+        b"PUB\r\n",
+        b"PUB a\r\n",
+        b"SUB\r\n",
+        b"SUB a b c d\r\n",
+        b"UNSUB\r\n",
+        b"UNSUB x 1 2\r\n",
+        b"HPUB a 1\r\n",
+        b"\x00" * 100 + b"\r\n",
+        b"\xff\xfe\r\n",
+        b"X" * 5000 + b"\r\n",
+        b"SUB " + b"event." * 800 + b"x 1\r\n",
+        b"PUB " + b"a." * 3000 + b" 0\r\n\r\n",
+        b"CONNECT " + b"[" * 3000 + b"\r\n",
+        b"CONNECT {\r\n",
+        b"PING" * 500 + b"\r\n",
+        b"PONG\r\n" * 500,
+        b"PUB job..get 0\r\n\r\n",
+        b"PUB job.get.\xff 0\r\n\r\n",
+        b"SUB event.\x00 1\r\n",
+        b"PUB account.show _INBOX.\xff\xfe 2\r\n{}\r\n",
+        b"SUB event.> \xff\r\n",
+    ):
         wire = await intruder.wire()
         await wire.say(line)
         await wire.close()
@@ -139,12 +162,29 @@ async def malformed_lines(siege: Siege, intruder: Attacker) -> str | None:
 async def bodies_that_stop_a_reader(siege: Siege, intruder: Attacker) -> str | None:
     deep = b"[" * 30_000
     bodies = (
-        b"", b"null", b"\xff", deep, b'{"job":' + deep, b'{"job":"' + b"a" * 60_000 + b'"}', b'{"after":1e999}', b'{"after":-1}',
-        b'{"wait_s":1e308}', b'{"since":"9999-12-31T23:59:59-23:59"}', b'{"since":"0001-01-01T00:00:00+23:59"}', b'{"job":"\\ud800"}',
-        b'{"policy":"a@99999999999999999999"}', b'{"policy":"a@0","sha256":"' + b"f" * 64 + b'","offset":9007199254740993}',
-        b"\xdd\xff\xff\xff\xff", b"\xdf\xff\xff\xff\xff", b"\x81\xa3job\xc9\xff\xff\xff\xff\x01", b"\x91" * 30_000,
-        b"\x81\xa4data\xc6" + struct.pack(">I", 2**32 - 1), b"{" + b'"a":1,' * 5000 + b'"b":1}', b"%PDF", b"\x80\x04\x95",
-    )  # fmt: skip
+        b"",
+        b"null",
+        b"\xff",
+        deep,
+        b'{"job":' + deep,
+        b'{"job":"' + b"a" * 60_000 + b'"}',
+        b'{"after":1e999}',
+        b'{"after":-1}',
+        b'{"wait_s":1e308}',
+        b'{"since":"9999-12-31T23:59:59-23:59"}',
+        b'{"since":"0001-01-01T00:00:00+23:59"}',
+        b'{"job":"\\ud800"}',
+        b'{"policy":"a@99999999999999999999"}',
+        b'{"policy":"a@0","sha256":"' + b"f" * 64 + b'","offset":9007199254740993}',
+        b"\xdd\xff\xff\xff\xff",
+        b"\xdf\xff\xff\xff\xff",
+        b"\x81\xa3job\xc9\xff\xff\xff\xff\x01",
+        b"\x91" * 30_000,
+        b"\x81\xa4data\xc6" + struct.pack(">I", 2**32 - 1),
+        b"{" + b'"a":1,' * 5000 + b'"b":1}',
+        b"%PDF",
+        b"\x80\x04\x95",
+    )
     for call in CALLS:
         for body in bodies:
             kind = "application/msgpack" if body[:1] > b"\x7f" else "application/json"
@@ -152,3 +192,23 @@ async def bodies_that_stop_a_reader(siege: Siege, intruder: Attacker) -> str | N
             if answer.error == "error":
                 return f"{call.local} of {body[:40]!r}: {answer.data!r}"
     return None
+
+
+@attack("Orders of which much is kept for ever, where all tenants' jobs are kept.")
+async def orders_that_fill_the_registry(siege: Siege, intruder: Attacker) -> str | None:
+    await intruder.listen("event.>")
+    info = await siege.bus.ask("$JS.API.STREAM.INFO.KV_registry")
+    before = json.loads(info.data)["state"]["bytes"]
+    fat = "x" * 50_000
+    for number, fields in enumerate(
+        ({"init": fat}, {"data": {"dataset": fat}}, {"head": {"options": {fat: 1}}}, {"base": fat})
+    ):
+        taken = await intruder.call("job.submit", spec(f"fat-{number}", **fields))
+        if not taken.error and (event := await intruder.outcome(taken))["type"] != "job.refused":
+            return f"accepted: {event}"
+    for name in ("job.cancel", "job.pause"):
+        if not (await intruder.call(name, {"job": OWN_JOB, "reason": fat})).error:
+            return f"{name} took a reason of {len(fat)} characters"
+    info = await siege.bus.ask("$JS.API.STREAM.INFO.KV_registry")
+    grown = json.loads(info.data)["state"]["bytes"] - before
+    return f"the registry has grown by {grown} bytes" if grown > 0 else None

@@ -98,9 +98,15 @@ async def ids_of_the_victims_orders(siege: Siege, intruder: Attacker) -> str | N
 @attack("The ids that the service itself gives: of its events, its audit, its reports, its requests to act.")
 async def ids_of_the_service(siege: Siege, intruder: Attacker) -> str | None:
     for given in (
-        f"event/{VICTIM}/{JOB}/phase/training", f"audit/{VICTIM}/submit/{JOB}/accepted/{VICTIM}/job.submit/first",
-        f"{VICTIM}/{JOB}/1", f"remove/{VICTIM}/{JOB}", f"{VICTIM}/{next(iter(siege.gateway.asked))}", f"asked/{VICTIM}", "/", "//..",
-    ):  # fmt: skip
+        f"event/{VICTIM}/{JOB}/phase/training",
+        f"audit/{VICTIM}/submit/{JOB}/accepted/{VICTIM}/job.submit/first",
+        f"{VICTIM}/{JOB}/1",
+        f"remove/{VICTIM}/{JOB}",
+        f"{VICTIM}/{next(iter(siege.gateway.asked))}",
+        f"asked/{VICTIM}",
+        "/",
+        "//..",
+    ):
         answer = await intruder.call("policy.pin", {"policy": OWN_POLICY}, {"Nats-Msg-Id": given})
         if not answer.error and answer.content["submission"] != f"{INTRUDER}/policy.pin/{given}":
             return f"an order under the id {answer.content['submission']}"
@@ -191,11 +197,20 @@ async def blocks_that_stop_a_reader(siege: Siege, intruder: Attacker) -> str | N
     stats = siege.gateway.bus.client.stats
     before = stats["reconnects"]
     for block in (
-        b"NATS/1.0\r\n\r\n", b"NATS/1.0 \r\n\r\n", b"NATS/1.0 \xff\xff\xff \xfe\r\n\r\n", b"NATS/1.0 1\r\n\xff: \xfe\r\n\r\n",
-        b"NATS/1.0\r\n\xff\xfe: \xff\r\n\r\n", b"NATS/1.0\r\n: \r\n\r\n", b"NATS/1.0\r\nno colon\r\n\r\n", b"NATS/1.0\r\nX\r\n\r\n",
-        b"NATS/1.0\r\n" + b"X: y\r\n" * 3000 + b"\r\n", b"NATS/1.0\r\nX: " + b"z" * 30_000 + b"\r\n\r\n", b"NATS/1.0 503\r\n\r\n",
-        b"NATS/1.0 100 Idle Heartbeat\r\nNats-Consumer-Stalled: job.submit.acme\r\n\r\n", b"NATS/1.0\r\nX: \xc3\x28\r\n\r\n",
-    ):  # fmt: skip
+        b"NATS/1.0\r\n\r\n",
+        b"NATS/1.0 \r\n\r\n",
+        b"NATS/1.0 \xff\xff\xff \xfe\r\n\r\n",
+        b"NATS/1.0 1\r\n\xff: \xfe\r\n\r\n",
+        b"NATS/1.0\r\n\xff\xfe: \xff\r\n\r\n",
+        b"NATS/1.0\r\n: \r\n\r\n",
+        b"NATS/1.0\r\nno colon\r\n\r\n",
+        b"NATS/1.0\r\nX\r\n\r\n",
+        b"NATS/1.0\r\n" + b"X: y\r\n" * 3000 + b"\r\n",
+        b"NATS/1.0\r\nX: " + b"z" * 30_000 + b"\r\n\r\n",
+        b"NATS/1.0 503\r\n\r\n",
+        b"NATS/1.0 100 Idle Heartbeat\r\nNats-Consumer-Stalled: job.submit.acme\r\n\r\n",
+        b"NATS/1.0\r\nX: \xc3\x28\r\n\r\n",
+    ):
         wire = await intruder.wire()
         inbox = f"_INBOX.{uuid.uuid4().hex}"
         sent = f"HPUB account.show {inbox} {len(block)} {len(block) + 2}\r\n".encode() + block + b"{}\r\n"

@@ -50,6 +50,13 @@ def _user(signer: Key, key: Key, **fields: Any) -> str:
     return creds_text(mint(signer, key.public, VICTIM, ANYTHING | fields, issued=unix_now()), key)
 
 
+def _edited(token: str, **claims: Any) -> str:
+    """Other claims under the old signature."""
+    head, body, signature = token.split(".")
+    content = json.loads(base64.urlsafe_b64decode(body + "=" * (-len(body) % 4))) | claims
+    return f"{head}.{base64.urlsafe_b64encode(json.dumps(content).encode()).rstrip(b'=').decode()}.{signature}"
+
+
 @attack("No credentials, a name and a password, a token, a bare key.")
 async def without_credentials(siege: Siege, _intruder: Attacker) -> str | None:
     for fields in (
@@ -99,12 +106,15 @@ async def its_token_edited(siege: Siege, intruder: Attacker) -> str | None:
     assert seed is not None
     key, record = Key.of_seed(seed[1]), siege.keys[VICTIM].record
     edits = (
-        {"nats": ANYTHING | {"version": 2}}, {"iss": record.account}, {"sub": key.public, "iss": record.account, "name": VICTIM},
-        {"nats": claims["nats"] | {"issuer_account": record.account}}, {"exp": unix_now() + 10**9},
-    )  # fmt: skip
+        {"nats": ANYTHING | {"version": 2}},
+        {"iss": record.account},
+        {"sub": key.public, "iss": record.account, "name": VICTIM},
+        {"nats": claims["nats"] | {"issuer_account": record.account}},
+        {"exp": unix_now() + 10**9},
+    )
     made = []
     for edit in edits:
-        changed = base64.urlsafe_b64encode(json.dumps(claims | edit).encode()).rstrip(b"=").decode()
+        changed = _edited(_token(intruder.creds), **edit).split(".")[1]
         none = base64.urlsafe_b64encode(b'{"typ":"JWT","alg":"none"}').rstrip(b"=").decode()
         made += [f"{header}.{changed}.{signature}", f"{none}.{changed}.", f"{header}.{changed}."]
     return await _let_in(siege, *(creds_text(token, key) for token in made))
@@ -175,6 +185,8 @@ async def its_account_declared(siege: Siege, intruder: Attacker) -> str | None:
         "default_permissions": {"pub": {}, "sub": {}},
     }
     tokens = [mint(signer, own, INTRUDER, claims, issued=unix_now() + 10) for signer in (other, Key.new("operator"))]
+    operator = siege.tenants.authority.operator.public  # as if the operator had signed
+    tokens.append(_edited(tokens[0], iss=operator))
     for token in tokens:
         for on in ("$SYS.REQ.CLAIMS.UPDATE", f"$SYS.REQ.ACCOUNT.{own}.CLAIMS.UPDATE", f"$SYS.ACCOUNT.{own}.CLAIMS.UPDATE"):
             if evidence := await intruder.any_of(on, payload=token.encode()):
@@ -187,13 +199,15 @@ async def accounts_of_others(siege: Siege, intruder: Attacker) -> str | None:
     account = siege.keys[VICTIM].record.account
     order = mint(Key.new("operator"), account, "deletion", {"type": "generic", "accounts": [account]}, issued=unix_now())
     return await intruder.any_of("$SYS.REQ.CLAIMS.DELETE", payload=order.encode()) or await intruder.any_of(
-        "$SYS.REQ.CLAIMS.LIST", "$SYS.REQ.CLAIMS.PACK", *(f"$SYS.REQ.ACCOUNT.{account}.{what}" for what in ("CLAIMS.LOOKUP", "INFO", "CONNZ", "SUBSZ", "JSZ"))
-    )  # fmt: skip
+        "$SYS.REQ.CLAIMS.LIST",
+        "$SYS.REQ.CLAIMS.PACK",
+        *(f"$SYS.REQ.ACCOUNT.{account}.{what}" for what in ("CLAIMS.LOOKUP", "INFO", "CONNZ", "SUBSZ", "JSZ")),
+    )
 
 
 @attack("The server itself: who is connected, what is subscribed, its settings; and orders to reload and to cut others off.")
-async def the_server_itself(siege: Siege, intruder: Attacker) -> str | None:
-    server = siege.bus.client.connected_server_id if hasattr(siege.bus.client, "connected_server_id") else "x"
+async def the_server_itself(_siege: Siege, intruder: Attacker) -> str | None:
+    server = (await intruder.wire()).info["server_id"]
     whats = ("STATSZ", "VARZ", "CONNZ", "SUBSZ", "ROUTEZ", "ACCOUNTZ", "JSZ", "HEALTHZ", "EXPVARZ", "PROFILEZ", "RAFTZ", "IDZ")
     pings = [f"$SYS.REQ.SERVER.PING.{what}" for what in whats]
     orders = [f"$SYS.REQ.SERVER.{server}.{what}" for what in ("RELOAD", "KICK", "LDM", "VARZ")]
@@ -208,12 +222,14 @@ async def doors_meant_for_servers(siege: Siege, intruder: Attacker) -> str | Non
     token = _token(intruder.creds)
     for words in (
         f"INFO {route}\r\nCONNECT {route}\r\nRS+ {VICTIM} event.>\r\nPING\r\n",
-        f"INFO {route}\r\nCONNECT {{\"gateway\": \"x\"}}\r\nA+ {VICTIM}\r\n",
-        f"CONNECT {{\"jwt\": \"{token}\", \"is_leaf\": true, \"remote_account\": \"{VICTIM}\"}}\r\nLS+ event.>\r\nPING\r\n",
-        f"GET / HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Version: 13\r\nSec-WebSocket-Key: {'a' * 22}==\r\n\r\n",
-        "GET /varz HTTP/1.0\r\n\r\n", "GET /connz?subs=1 HTTP/1.0\r\n\r\n",
-        "\x10\x1c\x00\x04MQTT\x04\xc2\x00<\x00\x04acme\x00\x01a\x00\x01b", "\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + "a" * 64,
-    ):  # fmt: skip
+        f'INFO {route}\r\nCONNECT {{"gateway": "x"}}\r\nA+ {VICTIM}\r\n',
+        f'CONNECT {{"jwt": "{token}", "is_leaf": true, "remote_account": "{VICTIM}"}}\r\nLS+ event.>\r\nPING\r\n',
+        f"GET / HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Key: {'a' * 22}==\r\n\r\n",
+        "GET /varz HTTP/1.0\r\n\r\n",
+        "GET /connz?subs=1 HTTP/1.0\r\n\r\n",
+        "\x10\x1c\x00\x04MQTT\x04\xc2\x00<\x00\x04acme\x00\x01a\x00\x01b",
+        "\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + "a" * 64,
+    ):
         wire = await Wire.open(siege.url)
         said = await wire.utter(words.encode("latin-1"))
         await wire.close()
@@ -225,10 +241,18 @@ async def doors_meant_for_servers(siege: Siege, intruder: Attacker) -> str | Non
 @attack("What a server speaks, on a client's connection that is let in.")
 async def words_of_servers(siege: Siege, intruder: Attacker) -> str | None:
     for words in (
-        f"RS+ {VICTIM} event.>\r\n", f"LS+ event.{VICTIM}.>\r\n", f"RMSG {VICTIM} event.{VICTIM}.walker 2\r\n{{}}\r\n", f"A+ {VICTIM}\r\n",
-        f"LMSG event.{VICTIM}.walker 2\r\n{{}}\r\n", f"HMSG job.submit.{VICTIM} 1 12 14\r\nNATS/1.0\r\n\r\n{{}}\r\n", "INFO {}\r\n",
-        f"MSG job.submit.{VICTIM} 1 2\r\n{{}}\r\n", "+OK\r\n", "-ERR 'x'\r\n", "CONNECT {\"account\": \"acme\"}\r\n",
-    ):  # fmt: skip
+        f"RS+ {VICTIM} event.>\r\n",
+        f"LS+ event.{VICTIM}.>\r\n",
+        f"RMSG {VICTIM} event.{VICTIM}.walker 2\r\n{{}}\r\n",
+        f"A+ {VICTIM}\r\n",
+        f"LMSG event.{VICTIM}.walker 2\r\n{{}}\r\n",
+        f"HMSG job.submit.{VICTIM} 1 12 14\r\nNATS/1.0\r\n\r\n{{}}\r\n",
+        "INFO {}\r\n",
+        f"MSG job.submit.{VICTIM} 1 2\r\n{{}}\r\n",
+        "+OK\r\n",
+        "-ERR 'x'\r\n",
+        'CONNECT {"account": "acme"}\r\n',
+    ):
         wire = await intruder.wire()
         said = await wire.say(words.encode())
         await wire.close()

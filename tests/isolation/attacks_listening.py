@@ -4,11 +4,12 @@ import asyncio
 import json
 
 import msgspec
+from nats.aio.msg import Msg
 
 from schemas.subjects import CALLS
 from tests.isolation.attack import attack
 from tests.isolation.attacker import Attacker
-from tests.isolation.siege import JOB, NAMESAKE, OWN_JOB, VICTIM, Siege
+from tests.isolation.siege import JOB, NAMESAKE, OWN_JOB, OWN_POLICY, VICTIM, Siege
 
 
 async def _overhear(siege: Siege, intruder: Attacker, *subjects: str, queue: str = "") -> str | None:
@@ -122,6 +123,26 @@ async def answers_to_the_gateway(siege: Siege, intruder: Attacker) -> str | None
     await intruder.send("account.show", b"{}", inbox)
     await intruder.call("account.show", {})
     return "the victim got a forged answer" if siege.open_request is None or siege.open_request.done() else None
+
+
+@attack("Confirmations of the store forged, in the inbox that a live event of its own names.")
+async def confirmations_forged(siege: Siege, intruder: Attacker) -> str | None:
+    await intruder.listen("event.>")
+    await intruder.outcome(await intruder.call("policy.pin", {"policy": OWN_POLICY}))
+    replies = [msg.reply for msg in intruder.heard if msg.subject.startswith("event.") and msg.reply]
+    came = list[bytes]()
+
+    async def arrived(msg: Msg) -> None:
+        came.append(msg.data)
+
+    for reply in replies:
+        listening = await siege.bus.listen(f"{reply.rpartition('.')[0]}.*", arrived)
+        for number in range(1, 50):
+            await intruder.client.publish(f"{reply.rpartition('.')[0]}.{number}", b'{"stream":"EVENTS","seq":1,"forged":1}')
+        await intruder.call("account.show", {})
+        await siege.served()
+        await listening.stop()
+    return "a forged confirmation arrived" if any(b"forged" in data for data in came) else None
 
 
 @attack("Reply subjects that the server keeps for itself.")

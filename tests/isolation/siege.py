@@ -41,7 +41,7 @@ from workers.gateway import Gateway
 from workers.master import DURABLE, Master
 
 VICTIM, INTRUDER, NAMESAKE = "acme", "mallory", "acme-2"
-SECRET = "quartz-heron"  # in everything of the victim's, and in nothing else
+MARK = "quartz-heron"  # in everything of the victim's, and in nothing else
 JOB, OWN_JOB, POLICY, OWN_POLICY, ABSENT, ABSENT_POLICY = "walker", "minnow", "walker@0", "minnow@0", "wanted", "wanted@0"
 UPLOAD, ABSENT_UPLOAD = "a1a1a1a1", "b2b2b2b2"
 CONNECTIONS, SUBSCRIPTIONS, PAYLOAD_BYTES = 6, 24, 64 << 10
@@ -104,18 +104,18 @@ class Siege:
     def marks(self) -> tuple[bytes, ...]:
         """What nobody but the victim may ever receive."""
         record = self.keys[VICTIM].record
-        return tuple(mark.encode() for mark in (SECRET, record.account, record.keys[0].key))
+        return tuple(mark.encode() for mark in (MARK, record.account, record.keys[0].key))
 
     async def served(self) -> None:
         """The victim asks, and is answered. Raises TimeoutError otherwise."""
         async with asyncio.timeout(15):
             answer = await self.victim.call("job.get", {"job": JOB})
-        assert SECRET.encode() in answer.data
+        assert MARK.encode() in answer.data
 
     async def stir(self) -> None:
         """The victim is busy: whoever listens could hear something."""
         await self.served()
-        event = Event(type="job.progress", tenant=VICTIM, job=JOB, time=now(), message=f"step {SECRET}")
+        event = Event(type="job.progress", tenant=VICTIM, job=JOB, time=now(), message=f"step {MARK}")
         before = len(self.victim.heard)
         self.stirred += 1
         await self.bus.publish("event", event, msg_id=f"stir/{self.stirred}", tenant=VICTIM, job=JOB)
@@ -253,16 +253,16 @@ async def _furnish(siege: Siege) -> None:
     """Something of everything, in part by the victim itself."""
     bus, kv, victim = siege.bus, siege.bus.kv("registry"), siege.victim
     await victim.listen("event.>")
-    await _submitted(victim, spec(JOB, data={"dataset": f"{SECRET}-data"}))
+    await _submitted(victim, spec(JOB, data={"dataset": f"{MARK}-data"}))
     for tenant in (INTRUDER, NAMESAKE):
         async with attacker(siege.url, siege.keys[tenant].creds, True) as someone:
             await someone.listen("event.>")
             await _submitted(someone, spec(OWN_JOB))
     contents = {
-        "weights": f"{SECRET} weights",
-        "adapter": f"{SECRET} adapter",
-        "state": f"{SECRET} state",
-        "unnamed": f"{SECRET} old",
+        "weights": f"{MARK} weights",
+        "adapter": f"{MARK} adapter",
+        "state": f"{MARK} state",
+        "unnamed": f"{MARK} old",
     }
     siege.refs = {name: await bus.blobs.put(text.encode()) for name, text in contents.items()}
     own = await bus.blobs.put(b"minnow's weights")
@@ -272,7 +272,7 @@ async def _furnish(siege: Siege) -> None:
         )
         if tenant == VICTIM:
             version = msgspec.structs.replace(
-                version, adapter=siege.refs["adapter"], metrics={SECRET: 1.0}, trace="00-" + "ab" * 16 + "-" + "cd" * 8 + "-01"
+                version, adapter=siege.refs["adapter"], metrics={MARK: 1.0}, trace="00-" + "ab" * 16 + "-" + "cd" * 8 + "-01"
             )
         await kv.put(registry.policy_key(tenant, job, 0), version)
     state = TrainingState(
@@ -284,16 +284,16 @@ async def _furnish(siege: Siege) -> None:
         version=0,
         state=siege.refs["state"],
         epoch=1,
-        metrics={SECRET: 1.0},
+        metrics={MARK: 1.0},
     )
     await kv.put(registry.state_key(VICTIM, JOB), state)
-    used = Usage(tenant=VICTIM, job=JOB, worker=SECRET, kind="training", device_s=5.0, time=now())
+    used = Usage(tenant=VICTIM, job=JOB, worker=MARK, kind="training", device_s=5.0, time=now())
     await bus.publish("usage", used, msg_id="victim/usage", tenant=VICTIM, job=JOB)
-    decided = Audit(tenant=VICTIM, action="submit", job=JOB, outcome="ok", detail=SECRET, time=now())
+    decided = Audit(tenant=VICTIM, action="submit", job=JOB, outcome="ok", detail=MARK, time=now())
     await bus.publish("audit", decided, msg_id="victim/audit", tenant=VICTIM)
-    answer = await victim.pack("policy.upload", {"upload": UPLOAD, "offset": 0, "data": SECRET.encode()})
+    answer = await victim.pack("policy.upload", {"upload": UPLOAD, "offset": 0, "data": MARK.encode()})
     assert not answer.error, answer
-    request = {"id": f"{SECRET}-1", "job": JOB, "policy": POLICY, "observation": observation(SECRET)}
+    request = {"id": f"{MARK}-1", "job": JOB, "policy": POLICY, "observation": observation(MARK)}
     siege.open_request = asyncio.create_task(victim.ask("infer.request", msgspec.msgpack.encode(request), within=600.0))
     async with asyncio.timeout(10):
         while f"infer.request.{VICTIM}" not in await bus.queued("INFERENCE"):

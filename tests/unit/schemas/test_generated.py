@@ -45,7 +45,7 @@ def test_each_family_is_a_valid_schema_whose_references_resolve(path: Path) -> N
 
 def test_comments_of_fields_are_their_descriptions() -> None:
     schema = json.loads((generate.OUT / "control.json").read_text(encoding="utf-8"))
-    assert schema["$defs"]["Lease"]["properties"]["expires"]["description"] == "unix seconds"
+    assert schema["$defs"]["Lease"]["properties"]["expires"]["description"] == "unix seconds; 0: it was given up"
 
 
 def test_the_asyncapi_document_has_its_parts(asyncapi: dict[str, Any]) -> None:

@@ -20,7 +20,13 @@ ALL = [(name, kind) for name, module in families().items() for kind in structs(m
 IDS = [kind.__name__ for _, kind in ALL]
 
 # Text that satisfies a pattern, by a piece of it.
-TEXT = {"@(0|[1-9]": "job@3", "[0-9a-f]{64}": "0" * 64, "[a-z0-9][a-z0-9_-]": "a-name"}
+TEXT = {
+    "@(0|[1-9]": "job@3",
+    "[0-9a-f]{64}": "0" * 64,
+    "[0-9a-f]{8,64}": "0" * 8,
+    "[AU]": "U" + "A" * 55,
+    "[a-z0-9][a-z0-9_-]": "a-name",
+}
 
 
 def example(kind: inspect.Type, *, full: bool) -> Any:
