@@ -40,6 +40,7 @@ from schemas.policy import PolicyVersion, TrainingState
 from schemas.subjects import BY_NAME, subject
 from schemas.tenant import TenantRecord
 
+AT_ONCE = 2  # weights fetched side by side: they may be large
 FOLLOWED = 64  # tenants
 LOOKS, LOOK_S = 150, 0.02  # for what is on record to be summed up
 KEPT_BYTES = 256 << 20  # of weights that are being read, kept between two pieces
@@ -54,6 +55,7 @@ class Reads:
         self._kept: OrderedDict[str, bytes] = OrderedDict()  # weights by hash
         self._spending = Spending(bus)
         self._asking: OrderedDict[str, None] = OrderedDict()  # tenants whose spending is followed
+        self._room = asyncio.Semaphore(AT_ONCE)
         self._fetching: dict[str, asyncio.Task[bytes]] = {}
 
     async def job(self, query: JobQuery, incoming: Incoming) -> JobFound:
@@ -104,12 +106,16 @@ class Reads:
             self._kept.move_to_end(sha)
             return self._kept[sha]
         if (task := self._fetching.get(sha)) is None:  # asked for in pieces, several at once
-            task = self._fetching[sha] = asyncio.create_task(self.bus.blobs.get(sha))
+            task = self._fetching[sha] = asyncio.create_task(self._fetch(sha))
             task.add_done_callback(lambda _: self._fetching.pop(sha, None))
         data = self._kept[sha] = await asyncio.shield(task)
         while len(self._kept) > 1 and sum(map(len, self._kept.values())) > KEPT_BYTES:
             self._kept.popitem(last=False)
         return data
+
+    async def _fetch(self, sha: str) -> bytes:
+        async with self._room:
+            return await self.bus.blobs.get(sha)
 
     # Logs
 

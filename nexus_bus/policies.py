@@ -109,6 +109,16 @@ class Policies:
             raise BadMessage(f"{field}.size: {ref.size}, but {field}.sha256 names {len(data)} bytes")
         return data
 
+    async def discard(self, order: PolicyImport) -> None:
+        """Delete what was sent for an import that was refused, unless somebody has the same."""
+        refs = [order.weights, *([order.adapter] if order.adapter is not None else [])]
+        async with self.storing:
+            entries = (await self._entries(registry.policies_prefix(), PolicyVersion)).values()
+            living = {ref.sha256 for entry in entries if not entry.value.retired for ref in _blobs(entry.value)}
+            for ref in refs:
+                if ref.sha256 not in living:
+                    await self.bus.blobs.discard(ref)
+
     async def pin(self, tenant: str, policy: str, pinned: bool) -> None:
         """Keep a version for good, or no longer.
 

@@ -7,6 +7,7 @@ Killed  whoever asked gets no answer and asks again: orders carry ids, reads cha
 
 import asyncio
 import hashlib
+import time
 import uuid
 from collections import Counter
 from collections.abc import Awaitable, Callable
@@ -24,7 +25,7 @@ from nexus_bus.config import GatewayConfig
 from nexus_bus.errors import BadJob, BadMessage, NotFound, Unavailable, from_code
 from nexus_bus.exported import LARGEST
 from nexus_bus.worker import Context
-from schemas.api import Taken, UploadChunk, UploadedImport
+from schemas.api import CHUNK_BYTES, Taken, UploadChunk, UploadedImport
 from schemas.base import BlobRef
 from schemas.control import Ack, Role
 from schemas.inference import InferenceReply, InferenceRequest
@@ -37,10 +38,11 @@ ROLE: Role = "gateway"
 
 ORDER_S = 10.0  # to get an order stored
 QUEUE_S = 2.0  # to get a request to act queued: a full queue pushes back on its tenant
+PIECES = LARGEST // CHUNK_BYTES + 1  # of those
 UPLOADS = 4  # of one tenant that have begun and are not used yet
 ID_LENGTH = 200  # of a message id that a tenant chooses
 REASON_LENGTH = 1000  # of why a job is stopped: it is kept with the job
-ORDER_BYTES = 256 << 10  # of an order: what follows from it is kept in the registry, which all tenants share
+ORDER_BYTES = 64 << 10  # of an order; it is kept with its job
 
 Handler = Callable[[Any, Incoming], Awaitable[Any]]
 
@@ -69,6 +71,7 @@ class Gateway:
         self.settings: GatewayConfig = context.config or GatewayConfig()
         self.reads = Reads(context.bus)
         self.under_way: Counter[str] = Counter()  # by tenant
+        self.ordered: dict[str, tuple[float, float]] = {}  # by tenant: orders it may send at once, as of a time
         self.asked: dict[str, Asked] = {}
         self.inbox = ""
 
@@ -128,6 +131,7 @@ class Gateway:
     async def order(self, message: Any, incoming: Incoming) -> Taken:
         """An order goes onto the master's queue, under an id that begins with the tenant: nobody can use up another's."""
         tenant, name = incoming.tokens["tenant"], _call_of(incoming)
+        self._allow(tenant)
         await self._check(tenant, message)
         submission = f"{tenant}/{name}/{await self._id(tenant, message, incoming)}"
         return await self._publish(name, message, tenant, submission, incoming)
@@ -140,6 +144,17 @@ class Gateway:
         caller = _caller(incoming)
         await audit(self.bus, tenant, name, _job_of(message), "asked", "", key=submission, caller=caller)
         return Taken(submission=submission, after=0 if stored.duplicate else after, duplicate=stored.duplicate)
+
+    def _allow(self, tenant: str) -> None:
+        """So many orders now and then, and fewer all the time: each leaves entries in logs that all tenants share."""
+        clock, settings = time.monotonic(), self.settings
+        left, at = self.ordered.get(tenant, (float(settings.tenant_orders), clock))
+        left = min(settings.tenant_orders, left + (clock - at) * settings.tenant_orders_per_s)
+        if left < 1:
+            raise Unavailable(
+                f"orders: more than {settings.tenant_orders} at once, and {settings.tenant_orders_per_s:g} a second; wait"
+            )
+        self.ordered[tenant] = left - 1, clock
 
     async def _check(self, tenant: str, message: Any) -> None:
         """What is known to be wrong by now is said now."""
@@ -168,13 +183,12 @@ class Gateway:
         tenant = incoming.tokens["tenant"]
         if chunk.offset + len(chunk.data) > LARGEST or not chunk.data:
             raise BadMessage(f"offset: a file has at most {LARGEST} bytes, and a piece at least one")
-        if chunk.offset == 0:
-            begun = {on for on in await self.bus.queued("UPLOADS", f"upload.{tenant}.*")}
-            if len(begun | {subject("upload", tenant=tenant, upload=chunk.upload)}) > UPLOADS:
-                raise Unavailable(f"upload: {UPLOADS} files of yours wait to be used; import them, or wait an hour")
-        digest = hashlib.sha256(chunk.data).hexdigest()[:16]
-        msg_id = f"{tenant}/{chunk.upload}/{chunk.offset}/{digest}"
-        await self.bus.publish("upload", chunk, msg_id=msg_id, deadline=ORDER_S, tenant=tenant, upload=chunk.upload)
+        begun = await self.bus.queued("UPLOADS", f"upload.{tenant}.*")
+        if len({*begun, subject("upload", tenant=tenant, upload=chunk.upload)}) > UPLOADS or sum(begun.values()) >= PIECES:
+            raise Unavailable(f"upload: {len(begun)} files of yours wait to be used; import them, or wait an hour")
+        # Under an id of its own: a piece that comes twice is put together once, and one that was used may come again.
+        name = f"{tenant}/{uuid.uuid4().hex}"
+        await self.bus.publish("upload", chunk, msg_id=name, deadline=ORDER_S, tenant=tenant, upload=chunk.upload)
         return Ack()
 
     async def take_in(self, message: UploadedImport, incoming: Incoming) -> Taken:
@@ -183,6 +197,7 @@ class Gateway:
         A hash alone is worth nothing here: whoever imports has sent every byte.
         """
         tenant, order = incoming.tokens["tenant"], message.order
+        self._allow(tenant)
         if (order.adapter is None) != (message.adapter is None):
             raise BadMessage("adapter: the order and the files must both have one, or neither")
         for upload, ref in ((message.weights, order.weights), (message.adapter, order.adapter)):

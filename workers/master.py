@@ -112,6 +112,7 @@ class Master:
                 return Retry(1.0, "what the tenant keeps is still being counted")
             if why := admission.import_refusal(limits):
                 await self.states.refuse(tenant, job, submission, why, "policy.refused")
+                await self.policies.discard(order)
                 return Done()
         try:
             if importing:
@@ -122,6 +123,8 @@ class Master:
                 said = order.policy
         except Refused as error:
             await self.states.refuse(tenant, job, submission, str(error), "policy.refused")
+            if importing:
+                await self.policies.discard(order)
             return Done()
         await audit(self.bus, tenant, action, job, "ok", said, key=submission)
         await self.context.event(action, tenant, job=job, key=f"{action}/{submission}", submission=submission, message=said)

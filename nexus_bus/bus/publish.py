@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 WINDOW = 256  # messages in flight per connection
 RESEND_S = 2.0  # no answer for this long: send again
+PAUSE_S = 1.0  # between tries of what finds no room, after shorter ones; from then on the log says so
 INLINE_BYTES = 512 * 1024  # above it the payload travels by the object store
 WRONG_REVISION = frozenset({10071, 10164})
 FULL = frozenset({10077, 10023, 10047})  # queue of this subject full, stream full, no room on the server
@@ -115,8 +116,10 @@ class Publisher:
                 why = "no answer from the server"  # sent again under the same id
             except _NotNowError as error:
                 why = str(error)
+                if pause == PAUSE_S:
+                    self._bus.log.warning("a message waits for room", subject=on, why=why)
                 await asyncio.sleep(min(pause, max(0.0, ends - time.monotonic())))  # outside the window: others go on
-                pause = min(pause * 2, 1.0)
+                pause = min(pause * 2, PAUSE_S)
         raise Unavailable(f"{on}: not stored within {deadline:g} s: {why}")
 
     async def _once(self, on: str, payload: bytes, given: dict[str, str], wait: float) -> Published:

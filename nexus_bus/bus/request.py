@@ -124,6 +124,8 @@ class Service:
             body, headers = await self._answer(msg)
         finally:
             otel.detach(token)
+        if not msg.reply:
+            return  # nobody waits for it
         try:
             await self._bus.client.publish(msg.reply, body, headers=headers)
         except NatsError as error:  # the asker times out and asks again

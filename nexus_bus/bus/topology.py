@@ -36,18 +36,18 @@ class Stream:
 
 
 STREAMS: tuple[Stream, ...] = (
-    Stream("JOBS", work=True, max_bytes=128 * MB, duplicates_s=600.0),
+    Stream("JOBS", work=True, max_bytes=256 * MB, per_subject=20_000, duplicates_s=600.0),
     Stream("ROLLOUT", work=True, max_bytes=128 * MB, per_subject=20_000, duplicates_s=600.0),
     Stream("INFERENCE", work=True, max_bytes=512 * MB, memory=True, per_subject=1024, duplicates_s=30.0),
     Stream("TRAINING", work=True, max_bytes=1024 * MB, per_subject=4096, duplicates_s=600.0),
-    Stream("UPLOADS", work=False, max_bytes=2048 * MB, max_age_s=HOUR_S, per_subject=4096, duplicates_s=600.0),
+    Stream("UPLOADS", work=False, max_bytes=8192 * MB, max_age_s=HOUR_S, per_subject=4096, duplicates_s=600.0),
     Stream("EVENTS", work=False, max_bytes=256 * MB, max_age_s=30 * DAY_S, duplicates_s=600.0),
     Stream("USAGE", work=False, max_bytes=128 * MB, max_age_s=400 * DAY_S, duplicates_s=600.0),
-    Stream("AUDIT", work=False, max_bytes=64 * MB, max_age_s=400 * DAY_S),
+    Stream("AUDIT", work=False, max_bytes=256 * MB, max_age_s=400 * DAY_S),
     Stream("TRACES", work=False, max_bytes=256 * MB, max_age_s=DAY_S),
     Stream("DEAD", work=False, max_bytes=128 * MB, max_age_s=30 * DAY_S, duplicates_s=600.0),
 )
-BUCKETS = {"registry": 128 * MB, "leases": 16 * MB}
+BUCKETS = {"registry": 1024 * MB, "leases": 16 * MB}
 BLOBS, PAYLOADS = "blobs", "payloads"  # for good; and for messages too large to travel, which are read within days or never
 OBJECTS = {BLOBS: (4096 * MB, 0.0), PAYLOADS: (1024 * MB, 7 * DAY_S)}
 

@@ -12,12 +12,14 @@ from typing import Any
 import psutil
 import pytest
 
-from nexus_bus import children, host
-from nexus_bus.bus import Bus, EmbeddedServer
-from nexus_bus.errors import NotFound, Unavailable
-from nexus_bus.homes import held, running_up
+from nexus_bus import autoscale, children, host
+from nexus_bus.autoscale import Bounds
+from nexus_bus.bus import Bus, EmbeddedServer, discover, ensure_tenant
+from nexus_bus.errors import NotFound, Refused, Unavailable
+from nexus_bus.homes import held, kept_counts, running_up
 from nexus_bus.host import Supervisor, host_id
-from schemas.control import Ack, Heartbeat, ProcessExit, ProcessOrder, Role
+from schemas.control import Ack, Heartbeat, ProcessExit, ProcessOrder, Role, Scaled, ScaleOrder
+from schemas.events import Event
 from schemas.subjects import subject
 
 SLEEPS = "import time; print('up', flush=True); time.sleep(600)"
@@ -56,6 +58,10 @@ class Running:
         order = ProcessOrder(worker=worker, action=action, reason="a test", pid=pid)  # type: ignore[arg-type]
         return await self.bus.request("host.order", order, timeout=10, host=self.supervisor.host)
 
+    async def scale(self, **counts: int) -> Scaled:
+        order = ScaleOrder(counts=counts, reason="a test")  # type: ignore[arg-type]
+        return await self.bus.request("host.scale", order, timeout=10, host=self.supervisor.host)
+
     async def end(self) -> None:
         self.stop.set()
         if self.task is not None:
@@ -71,7 +77,7 @@ async def start(server: EmbeddedServer, bus: Bus, tmp_path: Path, eventually: An
     """`await start({"rollout": 1}, DRAINS)`: a supervisor whose workers run that code."""
     started: list[Running] = []
 
-    async def start(counts: Mapping[Role, int], code: str = SLEEPS, grace: float = 5.0) -> Running:
+    async def start(counts: Mapping[Role, int], code: str = SLEEPS, grace: float = 5.0, **options: Any) -> Running:
         said: list[str] = []
         exits: list[ProcessExit] = []
 
@@ -79,7 +85,12 @@ async def start(server: EmbeddedServer, bus: Bus, tmp_path: Path, eventually: An
             exits.append(message)
 
         supervisor = Supervisor(
-            tmp_path / "home", server.url, say=said.append, command=lambda *_: [sys.executable, "-c", code], grace=grace
+            tmp_path / "home",
+            server.url,
+            say=said.append,
+            command=lambda *_: [sys.executable, "-c", code],
+            grace=grace,
+            **options,
         )
         running = Running(supervisor, bus, said, exits)
         started.append(running)
@@ -175,6 +186,79 @@ async def test_a_crash_loop_is_not_fed(start: Start, monkeypatch: pytest.MonkeyP
     with pytest.raises(Unavailable, match="started 3 times within a minute"):
         await running.order("rollout-0")
     assert running.supervisor.children["rollout-0"].running  # the refused order did not end it either
+
+
+async def test_scaling_starts_and_drains(start: Start, eventually: Any):
+    running = await start({"rollout": 2, "trainer": 1}, DRAINS)
+    pids = {name: running.pid(name) for name in ("rollout-0", "rollout-1", "trainer-0")}
+    scaled = await running.scale(rollout=3)
+    assert (scaled.counts["rollout"], scaled.counts["trainer"]) == (3, 1)
+    await eventually(lambda: running.up("rollout-2"), within=30)
+    assert {name: running.pid(name) for name in pids} == pids, "who was there stays"
+    await running.scale(rollout=1, trainer=0)
+    await eventually(lambda: list(running.supervisor.children) == ["rollout-0"], within=30)
+    for name in ("rollout-1", "rollout-2", "trainer-0"):
+        assert "drained" in running.log(name)
+    assert gone(pids["rollout-1"])
+    assert not gone(pids["rollout-0"])
+    assert {exit.worker for exit in running.exits if exit.ordered} == {"rollout-1", "rollout-2", "trainer-0"}
+    assert kept_counts(running.supervisor.home) == {"rollout": 1, "trainer": 0}
+    changes = [event.message.partition(" on ")[0] for event in await events(running.bus, "worker.scaled")]
+    assert sorted(changes) == ["rollout", "rollout", "trainer"]
+
+
+async def test_scaling_again_while_others_still_drain_gives_as_many_as_asked(start: Start, eventually: Any):
+    running = await start({"rollout": 3}, STUBBORN, grace=1.0)
+    await running.scale(rollout=1)
+    await running.scale(rollout=3)
+    await eventually(lambda: sum(not child.stopped for child in running.supervisor.children.values()) == 3)
+    await eventually(lambda: len(running.supervisor.children) == 3, within=30)
+    assert all(child.running for child in running.supervisor.children.values())
+
+
+async def test_more_than_a_host_runs_is_refused(start: Start):
+    running = await start({"rollout": 1})
+    with pytest.raises(Refused, match=r"counts\.rollout: 1000 is more than the 64"):
+        await running.scale(rollout=1000)
+
+
+async def test_a_host_is_found_with_what_it_runs(start: Start):
+    running = await start({"rollout": 2})
+    (found,) = await discover(running.bus, "host")
+    assert found.about["home"] == str(running.supervisor.home)
+    assert found.data["counts"]["rollout"] == 2
+
+
+async def test_an_end_is_told_with_the_last_words_of_its_log(start: Start, eventually: Any):
+    running = await start({"rollout": 1}, "import time; print('up', flush=True); time.sleep(.5); raise MemoryError")
+    await eventually(lambda: running.exits)
+    (exit,) = running.exits
+    assert (exit.returncode, exit.cause, exit.words) == (1, "memory", "MemoryError")
+
+
+async def test_the_autoscaler_brings_workers_for_what_waits(start: Start, monkeypatch: pytest.MonkeyPatch, eventually: Any):
+    monkeypatch.setattr(autoscale, "LOOK_S", 0.05)
+    monkeypatch.setattr(autoscale, "UP_S", 0.1)
+    monkeypatch.setattr(autoscale, "SETTLE_S", 0.1)
+    monkeypatch.setattr(autoscale, "DOWN_S", 0.5)
+    monkeypatch.setitem(autoscale.QUEUES, "rollout", ("rollout", 2))
+    running = await start({"rollout": 1}, DRAINS, autoscale={"rollout": Bounds(1, 2)})
+    await ensure_tenant(running.bus, "acme")
+    for job in "abc":
+        await running.bus.publisher.send(f"rollout.run.acme.{job}", b"{}", {"Nats-Msg-Id": job}, 5.0)
+    await eventually(lambda: running.up("rollout-1"), within=30)
+    await asyncio.sleep(0.5)
+    assert "rollout-2" not in running.supervisor.children
+    await running.bus.drop("ROLLOUT", "rollout.run.acme.*")
+    await eventually(lambda: list(running.supervisor.children) == ["rollout-0"], within=30)
+    assert kept_counts(running.supervisor.home) == {}, "only what people choose is kept"
+    before, after = [event.data["after"] for event in await events(running.bus, "worker.scaled")]
+    assert (before, after) == (2, 1)
+
+
+async def events(bus: Bus, kind: str) -> list[Event]:
+    items = bus.tail("event", since="all", follow=False, tenant="provider", job="*")
+    return [item.message async for item in items if item.message.type == kind]
 
 
 async def test_the_health_manager_comes_back_without_an_order(start: Start, eventually: Any):

@@ -338,3 +338,21 @@ async def test_deletion_waits_a_while_and_a_master_that_died_in_between_is_no_le
     with pytest.raises(NotFound):
         await bus.blobs.get(old.weights)
     assert (await client.policy("pick@0")).purged
+
+
+async def test_what_came_with_a_refused_import_is_not_kept(client: Client, publish: Publish, bus: Bus, tmp_path: Path):
+    kept = await publish("pick", 0)
+    await client.export("pick@0", tmp_path / "mine")
+    await publish("taken", 0, weights(7))  # under whose name nothing can be imported
+    with pytest.raises(BadJob, match="taken@0 exists with other content"):
+        await client.import_policy(tmp_path / "mine", name="taken")
+    assert await bus.blobs.get(kept.weights), "pick@0 has the same, and keeps it"
+    refused = PolicyImport(name="bad", contract=kept.contract, weights=await bus.blobs.put(b"pickled"))
+    await bus.publish("policy.import", refused, msg_id="refused", tenant="acme")
+    async with asyncio.timeout(10.0):
+        while True:
+            try:
+                await bus.blobs.get(refused.weights)
+            except NotFound:
+                break
+            await asyncio.sleep(0.02)

@@ -1,5 +1,6 @@
 """`nexus up` from outside: one command starts it, it survives its server's crash, and one command ends it."""
 
+import json
 import os
 import signal
 import subprocess
@@ -47,6 +48,21 @@ async def test_up_works_is_up_once_and_goes_down(nexus: Nexus, tmp_path: Path, e
     assert again.returncode == 1
     assert f"(process {pid})" in again.stderr
     assert "nexus down" in again.stderr
+
+    def works() -> dict[str, dict[str, Any]]:
+        return {one["worker"]: one for one in json.loads(nexus("workers", "--json").stdout)}
+
+    assert nexus("scale", "environment=1").stdout.startswith("environment: 0 → 1 on ")
+    await eventually(lambda: works().get("environment-0", {}).get("state") == "running", within=60)
+    found = works()
+    assert set(found) == {"master-0", "health-0", "gateway-0", "environment-0"}
+    assert all(one["answers"] for one in found.values())
+    assert found["master-0"]["pid"] in [process.pid for process in psutil.Process(pid).children()]
+    assert "environment-0" in nexus("ps").stdout
+    nexus("scale", "environment=0")
+    await eventually(lambda: set(works()) == {"master-0", "health-0", "gateway-0"}, within=60)
+    refused = nexus("scale", "gateway=0")
+    assert (refused.returncode, refused.stdout) == (2, "")
 
     document = tmp_path / "bad.toml"
     document.write_text('kind = "rl"\nname = "a"\nenvironment = {id = "tabletop", task = "lift"}\n')

@@ -1,0 +1,166 @@
+"""The tenants' door: orders, logs in pages, a tenant's own requests to act; and that one of several may be away."""
+
+import asyncio
+from typing import Any
+
+import msgspec
+import pytest
+from msgspec.structs import replace
+
+from nexus_bus import registry
+from nexus_bus.bus import Bus, Delivery, Done, EmbeddedServer, Outcome, ensure_tenant, inference_durable
+from nexus_bus.client import Client
+from nexus_bus.clock import now
+from nexus_bus.config import GatewayConfig
+from nexus_bus.envs.catalog import describe
+from nexus_bus.errors import ContractError, NotFound, Unavailable
+from nexus_bus.models.bases import describe_backbone
+from nexus_bus.models.contract import build_contract
+from nexus_bus.worker import Context, Pulse
+from schemas.api import PageQuery
+from schemas.base import Tensor
+from schemas.environment import Observation
+from schemas.events import Event
+from schemas.inference import InferenceReply, InferenceRequest
+from schemas.job import EnvironmentSpec, HeadSpec
+from schemas.policy import PolicyVersion
+from schemas.usage import Usage
+from workers.gateway import Gateway
+
+JOB: dict[str, Any] = {"kind": "rl", "name": "pick", "environment": {"id": "tabletop", "task": "touch"}}
+SEEN = Observation(images={}, state=Tensor(dtype="float32", shape=(1,), data=b"\0\0\0\0"), instruction="touch")
+
+
+@pytest.fixture
+def acme(bus: Bus) -> Client:
+    """A tenant, by the provider's connection."""
+    return Client(bus, "acme")
+
+
+async def say(bus: Bus, number: int, tenant: str = "acme", job: str = "pick") -> None:
+    event = Event(type="job.phase", tenant=tenant, job=job, time=now(), data={"number": number})
+    await bus.publish("event", event, msg_id=f"{tenant}/{job}/{number}", tenant=tenant, job=job)
+
+
+async def test_a_long_log_comes_in_pages_and_in_order(acme: Client, bus: Bus, gateway: Gateway):
+    for first in range(0, 500, 100):
+        await asyncio.gather(*(say(bus, first + number) for number in range(100)))
+    await asyncio.gather(*(say(bus, number, tenant="globex") for number in range(10)), say(bus, 7, job="place"))
+    numbers = [event.data["number"] async for event in acme.events("pick", follow=False)]
+    assert sorted(numbers, key=int) == list(range(500))
+    assert len([event async for event in acme.events(follow=False)]) == 501
+    assert [event async for event in Client(bus, "initech").events(follow=False)] == []
+
+
+async def test_who_follows_hears_what_comes(acme: Client, bus: Bus, gateway: Gateway):
+    await say(bus, 1)
+    heard = asyncio.Queue[int]()
+
+    async def follow() -> None:
+        async for event in acme.events():
+            heard.put_nowait(int(event.data["number"] or 0))
+
+    following = asyncio.create_task(follow())
+    for number in (1, 2, 3):
+        if number > 1:
+            await say(bus, number)
+        assert await asyncio.wait_for(heard.get(), 10) == number
+    following.cancel()
+
+
+async def test_usage_is_read_as_it_was_written(acme: Client, bus: Bus, gateway: Gateway):
+    for number in range(3):
+        used = Usage(tenant="acme", job="pick", worker="w", kind="training", device_s=float(number), time=now())
+        await bus.publish("usage", used, msg_id=f"u/{number}", tenant="acme", job="pick")
+    assert [record.device_s async for record in acme.usage("pick")] == [0.0, 1.0, 2.0]
+    assert (await acme.account()).used["device_s"] == 3.0
+
+
+async def test_orders_beyond_the_pace_are_refused_and_only_their_tenants(acme: Client, bus: Bus, gateway: Gateway):
+    gateway.settings = GatewayConfig(tenant_orders=3, tenant_orders_per_s=1e-6)
+    for _ in range(3):
+        with pytest.raises(Unavailable, match="is queued"):  # there is no master here
+            await acme.submit(JOB, timeout=0.2)
+    with pytest.raises(Unavailable, match="orders: more than 3"):
+        await acme.submit(JOB, timeout=0.2)
+    assert await acme.job("pick") is None, "what is no order goes on"
+    with pytest.raises(Unavailable, match="is queued"):
+        await Client(bus, "globex").submit(JOB, timeout=0.2)
+
+
+async def test_a_gateway_that_is_away_is_waited_for_and_two_share(acme: Client, bus: Bus, server: EmbeddedServer):
+    with pytest.raises(Unavailable, match="nobody serves it"):
+        await acme.call("job.list", PageQuery(), timeout=0.3)
+    asking = asyncio.create_task(acme.jobs())
+    await asyncio.sleep(0)
+    others = [await Bus.connect(server.url, name=f"gateway-{n}") for n in range(2)]
+    doors = [Gateway(Context("gateway", b.name, b, None, asyncio.Event(), Pulse(), b.log, "host")) for b in others]
+    for door in doors:
+        await door.open()
+    assert await asking == []
+    await asyncio.gather(*(acme.jobs() for _ in range(40)))
+    assert all(door.context.pulse.progress for door in doors)
+    await others[0].close()
+    await asyncio.gather(*(acme.jobs() for _ in range(10)))
+    await others[1].close()
+
+
+@pytest.fixture
+async def policy(bus: Bus) -> PolicyVersion:
+    """acme's pick@0."""
+    known = describe(EnvironmentSpec(id="tabletop", task="touch"))
+    contract = build_contract(
+        backbone=describe_backbone("nexus-nano"), head=HeadSpec(horizon=4), action=known.action, observation=known.observation
+    )
+    version = PolicyVersion(
+        id="pick@0", tenant="acme", job="pick", n=0, parent=None, contract=contract, created=now(),
+        weights=await bus.blobs.put(b"weights"),
+    )  # fmt: skip
+    await bus.kv("registry").create(registry.policy_key("acme", "pick", 0), version)
+    await ensure_tenant(bus, "acme")
+    return version
+
+
+async def test_a_tenants_own_request_takes_its_turn_in_the_queue(
+    acme: Client, bus: Bus, gateway: Gateway, policy: PolicyVersion
+):
+    stop, got = asyncio.Event(), list[InferenceRequest]()
+
+    async def handle(delivery: Delivery) -> Outcome:
+        request: InferenceRequest = delivery.message
+        got.append(request)
+        reply = InferenceReply(id=request.id, policy=request.policy, value=0.5, group=9, tenants=4)
+        if request.seed:
+            reply = InferenceReply(id=request.id, error="state has 1 values, 3 are expected", error_code="contract")
+        await bus.cast_to(delivery.inbox, "infer.reply", reply)
+        return Done()
+
+    serving = asyncio.create_task(bus.consume(inference_durable("acme"), handle, stop=stop))
+    request = InferenceRequest(id="mine", job="pick", policy="pick@0", observation=SEEN)
+    answers = await asyncio.gather(*(acme.call("infer.request", request) for _ in range(5)))
+    assert [(answer.id, answer.value) for answer in answers] == [("mine", 0.5)] * 5
+    assert {(answer.group, answer.tenants) for answer in answers} == {(0, 0)}, "who else is there is nobody's business"
+    assert len({one.id for one in got}) == 5
+    with pytest.raises(ContractError, match="state has 1 values"):
+        await acme.call("infer.request", replace(request, seed=1))
+    for someone, name in ((acme, "pick@1"), (Client(bus, "globex"), "pick@0")):
+        with pytest.raises(NotFound, match=f"no '{name}'"):
+            await someone.call("infer.request", replace(request, policy=name))
+    stop.set()
+    await serving
+
+
+async def test_a_request_nobody_answers_ends(acme: Client, gateway: Gateway, policy: PolicyVersion):
+    gateway.settings = GatewayConfig(infer_timeout_s=0.2)
+    with pytest.raises(Unavailable, match=r"no answer within 0\.2 s"):
+        await acme.call("infer.request", InferenceRequest(id="x", job="pick", policy="pick@0", observation=SEEN), timeout=0.28)
+    assert gateway.asked == {}
+
+
+async def test_an_order_without_a_reply_is_an_order(bus: Bus, gateway: Gateway, eventually: Any):
+    await bus.client.publish("tenant.acme.job.submit", msgspec.json.encode(JOB))
+
+    async def queued() -> bool:
+        return "job.submit.acme" in await bus.queued("JOBS")
+
+    await eventually(queued)
