@@ -94,9 +94,10 @@ class Authority:
         claims = {"type": "operator", "system_account": self.system.public}
         operator = mint(self.operator, self.operator.public, "nexus-bus", claims, issued=issued)
         system, provider = self._system_token(issued), self._provider_token(issued)
+        # Nodes compare accounts every few seconds: one that was away must not let in whose key became void meanwhile.
         return (
             f"operator: {operator}\nsystem_account: {self.system.public}\n"
-            f'resolver: {{ type: full, dir: "{directory}", allow_delete: true, interval: "2m", limit: 1000000 }}\n'
+            f'resolver: {{ type: full, dir: "{directory}", allow_delete: true, interval: "5s", limit: 1000000 }}\n'
             f"resolver_preload: {{\n  {self.system.public}: {system}\n  {self.provider.public}: {provider}\n}}\n"
         )
 

@@ -1,6 +1,7 @@
 """Three servers as one cluster, every stream on all three: nodes are killed one after another while records flow."""
 
 import asyncio
+import os
 import shutil
 import subprocess
 from collections import defaultdict
@@ -13,22 +14,27 @@ import pytest
 from bus_examples import example
 
 from nexus_bus.bus import Bus, Delivery, Done, Outcome, ensure_topology
+from nexus_bus.bus.authority import Authority
 from nexus_bus.bus.server import die_with_parent, find_binary
 from nexus_bus.bus.topology import BUCKETS, OBJECTS, STREAMS, training_durable
-from nexus_bus.errors import Unavailable
+from nexus_bus.client import Client
+from nexus_bus.errors import Denied, Unavailable
+from nexus_bus.tenants import tenants_of
+from nexus_bus.worker import Context, Pulse
 from schemas.rollout import RolloutRecord
 from tests.conftest import Eventually, free_port
+from workers.gateway import Gateway
 
 NODES = 3
 PUBLISHERS = 8
 WHILE_DOWN = 150  # records stored while a node is dead, before it may come back
 
-# No accounts: what is tested is that streams outlive nodes, whoever uses them.
 CONFIG = """\
 server_name: "n{node}"
 listen: "127.0.0.1:{port}"
 log_file: "{directory}/n{node}.log"
 max_payload: 8MB
+{trust}
 jetstream {{
   store_dir: "{directory}/n{node}"
   max_memory_store: 1GB
@@ -47,6 +53,7 @@ class Cluster:
 
     def __init__(self, directory: Path) -> None:
         """Nothing starts yet."""
+        self.authority = Authority.at(Path(os.environ["NEXUS_AUTHORITY"]))
         self._directory = directory
         self._ports = [free_port() for _ in range(NODES)]
         self._routes = [free_port() for _ in range(NODES)]
@@ -61,8 +68,9 @@ class Cluster:
         """First, or again with the data it had."""
         routes = ", ".join(f'"nats://127.0.0.1:{port}"' for port in self._routes)
         text = CONFIG.format(
-            node=node, port=self._ports[node], route=self._routes[node], routes=routes, directory=self._directory
-        )
+            node=node, port=self._ports[node], route=self._routes[node], routes=routes, directory=self._directory,
+            trust=self.authority.server_config(self._directory / f"accounts-{node}"),
+        )  # fmt: skip
         path = self._directory / f"n{node}.conf"
         path.write_text(text)
         self._processes[node] = subprocess.Popen(
@@ -101,7 +109,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
 @pytest.fixture
 async def buses(cluster: Cluster) -> AsyncIterator[list[Bus]]:
     """A connection to each node, and every stream on all of them."""
-    buses = [await Bus.connect(cluster.url(node), name=f"test-{node}", creds="none") for node in range(NODES)]
+    buses = [await Bus.connect(cluster.url(node), name=f"test-{node}") for node in range(NODES)]
     await ensure_topology(buses[0], replicas=NODES)
     for bus in buses:
         bus.replicas = NODES  # as after `ensure_topology`: a reconnect looks after the streams
@@ -195,6 +203,43 @@ async def test_every_stream_is_on_all_nodes_and_who_asks_for_fewer_takes_none_aw
 
 async def test_a_client_that_knows_several_servers_takes_one_that_lives(cluster: Cluster, buses: list[Bus]) -> None:
     cluster.kill(0)
-    client = await Bus.connect(f"{cluster.url(0)},{cluster.url(1)}", name="late", creds="none")
+    client = await Bus.connect(f"{cluster.url(0)},{cluster.url(1)}", name="late")
     assert (await client.depths()).keys() == (await buses[1].depths()).keys()
     await client.close()
+
+
+async def test_a_tenant_is_known_to_every_node_and_a_void_key_to_none(
+    cluster: Cluster, buses: list[Bus], tmp_path: Path, eventually: Eventually
+) -> None:
+    await Gateway(Context("gateway", "gateway-0", buses[2], None, asyncio.Event(), Pulse(), buses[2].log, "host")).open()
+    authority = Path(os.environ["NEXUS_AUTHORITY"])
+    old, new = tmp_path / "old.creds", tmp_path / "new.creds"
+    async with tenants_of(cluster.url(0), authority) as tenants:
+        old.write_text((await tenants.add("acme")).creds)
+
+    async def known(node: int, creds: Path) -> bool:
+        try:
+            client = await Client.connect(cluster.url(node), creds=creds, timeout=2.0)
+        except (Denied, Unavailable):  # the nodes tell each other within moments
+            return False
+        found = (await client.account()).tenant == "acme"
+        await client.close()
+        return found
+
+    for node in range(NODES):
+        await eventually(lambda node=node: known(node, old))
+    cluster.kill(0)
+    async with tenants_of(cluster.url(1), authority) as tenants:
+        new.write_text((await tenants.rotate("acme")).creds)
+    cluster.start(0)  # which heard nothing of it
+    for node in range(NODES):
+        await eventually(lambda node=node: known(node, new), within=30)
+
+        async def void(node: int = node) -> bool:
+            try:
+                await (await Client.connect(cluster.url(node), creds=old, timeout=2.0)).close()
+            except Denied:
+                return True
+            return False
+
+        await eventually(void, within=30)
