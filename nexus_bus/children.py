@@ -67,12 +67,19 @@ class Child:
             self.starts.popleft()
         return len(self.starts)
 
-    async def start(self, argv: Sequence[str], environment: Mapping[str, str]) -> asyncio.subprocess.Process:
-        """Start the process; what it writes goes to its log."""
+    @property
+    def log(self) -> Path:
+        """What it writes."""
+        return self.logs / f"{self.name}.log"
+
+    async def start(
+        self, argv: Sequence[str], environment: Mapping[str, str], spare: asyncio.subprocess.Process | None = None
+    ) -> asyncio.subprocess.Process:
+        """Start the process, unless a `spare` one has become it; what it writes goes to its log."""
         self.starts.append(time.monotonic())
         with self._log() as log:
             self._log_from = os.fstat(log.fileno()).st_size
-            self.process = await asyncio.create_subprocess_exec(
+            self.process = spare or await asyncio.create_subprocess_exec(
                 *argv,
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
@@ -103,10 +110,10 @@ class Child:
 
     def words(self) -> str:
         """The last that this process wrote about its end."""
-        return last_words(self.logs / f"{self.name}.log", self._log_from)
+        return last_words(self.log, self._log_from)
 
     def _log(self) -> IO[bytes]:
-        path = self.logs / f"{self.name}.log"
+        path = self.log
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.is_file() and path.stat().st_size > LOG_BYTES:
             path.replace(path.with_suffix(".log.1"))

@@ -101,6 +101,7 @@ class EnvironmentConfig(Common, frozen=True, kw_only=True):
     sessions: Whole = 128  # held at once
     feeds: Whole = 8  # datasets read or recorded side by side
     call_timeout_s: Time = 20.0  # a simulator that takes longer is ended
+    memory_gb: Time = 8.0  # one process of simulators that holds more is ended
 
 
 class RolloutConfig(Common, frozen=True, kw_only=True):

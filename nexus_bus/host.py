@@ -25,6 +25,8 @@ from nexus_bus.clock import now
 from nexus_bus.errors import NexusError, NotFound, Refused, Unavailable
 from nexus_bus.failures import classify, ending, oom_kills
 from nexus_bus.homes import held, keep_counts
+from nexus_bus.spare import ROLES as HEAVY
+from nexus_bus.spare import Spare
 from nexus_bus.tenants import tenants_of
 from nexus_bus.usage import PROVIDER
 from schemas.control import Ack, Heartbeat, ProcessExit, ProcessOrder, Role, Scaled, ScaleOrder
@@ -35,6 +37,7 @@ ROLES: tuple[Role, ...] = ("master", "health", "gateway", "environment", "infere
 GRACE_S = 12.0  # SIGTERM to SIGKILL; a worker gives itself less
 HEALTH_SILENT_S, HEALTH_STARTING_S = 15.0, 60.0
 LOOK_S = 0.5
+FIRST_SPARE_S = 20.0  # the workers load first
 TELL_S = 5.0  # to get an event stored
 
 # Libraries read these as they load; the same everywhere, so that results do not depend on who was started how.
@@ -42,6 +45,9 @@ ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "MKL_CBWR":
 
 Say = Callable[[str], None]
 Command = Callable[[Role, str, str], Sequence[str]]  # role, worker, url → argv
+
+
+CLI = 3  # words of a command before those of `nexus`
 
 
 def worker_command(role: Role, worker: str, url: str) -> Sequence[str]:
@@ -70,6 +76,7 @@ class Supervisor:
         command: Command = worker_command,
         grace: float = GRACE_S,
         autoscale: Mapping[Role, Bounds] | None = None,
+        spare: bool = False,
     ) -> None:
         """Logs go to `home/logs`; `say` gets one line for people per thing that happened; `grace` is in seconds.
 
@@ -77,8 +84,9 @@ class Supervisor:
         """
         self.home, self.url, self.say, self.command, self.grace = home, url, say, command, grace
         self.creds = creds
-        self.autoscale = dict(autoscale or {})
         self.host = host_id()
+        self.autoscale = dict(autoscale or {})
+        self._spare = Spare(home / "logs" / "spare.log", self._environment()) if spare else None
         self.children: dict[str, Child] = {}
         self._bus: Bus | None = None
         self._watches: set[asyncio.Task[None]] = set()
@@ -113,6 +121,8 @@ class Supervisor:
             self._closing = True
             for task in beside:
                 task.cancel()
+            if self._spare is not None:
+                await self._spare.stop()
             await self._end_all()
             for service in services:
                 await service.stop()
@@ -234,7 +244,8 @@ class Supervisor:
     def _stats(self) -> tuple[int, Any]:
         children = {c.name: {"pid": c.pid, "running": c.running, "stopped": c.stopped} for c in self.children.values()}
         counts = self._counts()
-        return sum(counts.values()), {"counts": counts, "children": children}
+        spare = self._spare is not None and self._spare.ready
+        return sum(counts.values()), {"counts": counts, "children": children, "spare": spare}
 
     async def _tell(self, ended: ProcessExit) -> None:
         if self._bus is not None:
@@ -245,8 +256,13 @@ class Supervisor:
     async def _start(self, child: Child) -> None:
         if self._closing:
             raise Unavailable(f"{self.host} is ending")
-        environment = ENVIRONMENT | os.environ | self._environment()
-        self._beside(self._watch(child, await child.start(self.command(child.role, child.name, self.url), environment)))
+        command = self.command(child.role, child.name, self.url)
+        process = None
+        if self._spare is not None and child.role in HEAVY:
+            process = self._spare.take(child.name, command[CLI:], child.log)
+        self._beside(self._watch(child, await child.start(command, self._environment(), process)))
+        if self._spare is not None and child.role in HEAVY:
+            self._spare.start(FIRST_SPARE_S)
 
     def _beside(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
@@ -254,7 +270,7 @@ class Supervisor:
         task.add_done_callback(self._watches.discard)
 
     def _environment(self) -> dict[str, str]:
-        given = {"NEXUS_HOST": self.host, "NEXUS_HOME": str(self.home)}
+        given = ENVIRONMENT | os.environ | {"NEXUS_HOST": self.host, "NEXUS_HOME": str(self.home)}
         return given | ({"NEXUS_CREDS": str(self.creds)} if self.creds is not None else {})
 
     async def _watch(self, child: Child, process: asyncio.subprocess.Process) -> None:
@@ -324,6 +340,7 @@ async def up(
     port: int | None = None,
     say: Say = lambda _: None,
     autoscale: Mapping[Role, Bounds] | None = None,
+    spare: bool = True,
 ) -> None:
     """Server and workers on one home (an absolute path), until SIGINT, SIGTERM or SIGHUP; then workers first, the server last.
 
@@ -343,7 +360,8 @@ async def up(
             (home / "url").write_text(server.url)
             workers = ", ".join(f"{count} {role}" if count > 1 else role for role, count in counts.items() if count)
             say(f"server at {server.url}; starting {workers}; logs in {home / 'logs'}")
-            await Supervisor(home, server.url, creds=server.creds, say=say, autoscale=autoscale).run(counts, stop)
+            supervisor = Supervisor(home, server.url, creds=server.creds, say=say, autoscale=autoscale, spare=spare)
+            await supervisor.run(counts, stop)
         finally:
             keeping.cancel()
             (home / "url").unlink(missing_ok=True)

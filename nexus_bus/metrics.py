@@ -34,7 +34,7 @@ RETRY_S = 1.0
 
 # What the names of consumers begin with → (queue, role that serves it); behind it stands the tenant, see bus/topology.py.
 CONSUMERS = {
-    "master": ("JOBS", "master"),
+    "orders": ("JOBS", "master"),
     "rollout": ("ROLLOUT", "rollout"),
     "data": ("ROLLOUT", "environment"),
     "infer": ("INFERENCE", "inference"),

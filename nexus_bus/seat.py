@@ -194,7 +194,7 @@ class Seat(Intake):
                 job=self.job,
                 step=self.slot.step,
                 batches=self.learned,
-                records=(before.records if before else 0) + len(self.uncommitted),
+                records=self._records(),
                 version=version,
                 state=state_ref,
                 epoch=self.lease.epoch,
@@ -254,7 +254,7 @@ class Seat(Intake):
             adapter=adapter_ref,
             created=now(),
             step=self.slot.step,
-            records=(self.trained.records if self.trained else 0) + len(self.uncommitted),
+            records=self._records(),
             seed=self.state.plan.spec.seed,
             metrics=self.metrics,
             trace=self._trace() or telemetry.current_traceparent(),
@@ -281,6 +281,10 @@ class Seat(Intake):
             "policy.published", self.tenant, job=self.job, key=f"policy/{n}", message=policy.id,
             data={"version": n, "step": self.slot.step, **{k: float(v) for k, v in self.metrics.items()}},
         )  # fmt: skip
+
+    def _records(self) -> int:
+        """Learned so far. Not what waits for its acknowledgement: a record that was sent twice does so twice."""
+        return (self.trained.records if self.trained else 0) + (self.used.records if self.used else 0)
 
     def _trace(self) -> str:
         """Of the last record that made the version: its trace reaches from the environment's step to the publication."""

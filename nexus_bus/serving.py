@@ -1,7 +1,7 @@
 """Every tenant's own consumer of one queue, served by its share, while tenants come and go and their limits change.
 
-What inference, rollout and environment workers have in common: who there is (registry), what each may take (allowances.py),
-whose turn it is (bus/rounds.py).
+What the master and inference, rollout and environment workers have in common: who there is (registry), what each may take
+(allowances.py), whose turn it is (bus/rounds.py).
 """
 
 import asyncio
@@ -10,22 +10,37 @@ from typing import Any
 
 from nexus_bus import registry
 from nexus_bus.allowances import NO_LIMITS, Allowances
-from nexus_bus.bus import Bus, Durable, Puller, Rounds, ensure_durable
-from nexus_bus.bus.consume import Handler, Loop
+from nexus_bus.bus import Bus, Durable, Puller, Rounds, ensure_durable, ensure_tenant
+from nexus_bus.bus.consume import Handler, Loop, OnBad
 from nexus_bus.bus.pull import OnDead
 from nexus_bus.worker import PROVIDER, side_by_side
 from schemas.tenant import TenantLimits
 
 AHEAD = 2  # messages at hand beyond those in work: a tenant that waits must be seen to wait, or it counts as idle
 
-_KINDS = {"INFERENCE": ("infer",), "ROLLOUT": ("rollout", "data")}  # what tenants' consumers are called before the dash
+# What tenants' consumers are called before the dash.
+_KINDS = {"JOBS": ("orders",), "INFERENCE": ("infer",), "ROLLOUT": ("rollout", "data")}
+_ORDERS = "JOBS"  # may hold the first order of somebody whom nobody knows yet
+
+
+async def introduce(bus: Bus, tenant: str) -> None:
+    """Have a tenant served, before its first order goes out."""
+    await ensure_tenant(bus, tenant)
+    await bus.kv("registry").put(registry.tenant_key(tenant), {"name": tenant})
 
 
 class Serving:
     """Serves tenants from the moment they exist until they are removed. `rounds` deals out what arrives."""
 
     def __init__(
-        self, bus: Bus, durable: Callable[[str, TenantLimits], Durable], *, batch: int, on_dead: OnDead | None = None
+        self,
+        bus: Bus,
+        durable: Callable[[str, TenantLimits], Durable],
+        *,
+        batch: int,
+        on_bad: OnBad | None = None,
+        on_dead: OnDead | None = None,
+        allowances: Allowances | None = None,
     ) -> None:
         """Serves nobody until `follow` or `consume` runs.
 
@@ -33,13 +48,15 @@ class Serving:
             durable: a tenant's consumer, by its limits. What changes with them is changed on the server at once; of several
                 workers each does so with what it heard last, hence with the same in the end.
             batch: messages of one tenant that may be here at a time, those in work included.
+            on_bad: hears of messages that do not decode; `on_dead` of others given up.
+            allowances: followed from here on; default some of its own.
         """
         self.bus = bus
         self.rounds = Rounds()
-        self.allowances = Allowances(bus)
+        self.allowances = allowances or Allowances(bus)
         self._durable = durable
         self._batch = batch
-        self._on_dead = on_dead
+        self._on_bad, self._on_dead = on_bad, on_dead
         self._there: set[str] = set()
         self._pullers: dict[str, Puller] = {}
         self._news: asyncio.Queue[str] = asyncio.Queue()  # tenants about whom something is new
@@ -52,7 +69,7 @@ class Serving:
     async def consume(self, handler: Handler, *, stop: asyncio.Event, concurrency: int, grace: float = 6.0) -> None:
         """THE loop, see bus/consume.py, over the consumers of all tenants. A turn costs the seconds that it was in hand."""
         anybody = self._durable(PROVIDER, NO_LIMITS)  # how often a message is tried is the same for all
-        loop = Loop(self.bus, anybody, handler, stop, None, self._on_dead)
+        loop = Loop(self.bus, anybody, handler, stop, self._on_bad, self._on_dead)
         await side_by_side(loop.serve(self.rounds, concurrency, grace), self.follow())
 
     async def follow(self) -> None:
@@ -100,7 +117,7 @@ async def sweep(bus: Bus) -> None:
     there = {registry.tenant_of(key) for key in await bus.kv("registry").keys(registry.tenant_key(""))}  # after the others
     for stream, kinds in _KINDS.items():
         for on, messages in queued[stream].items():
-            if on.split(".")[2] not in there:
+            if stream != _ORDERS and on.split(".")[2] not in there:
                 bus.log.warning("removed what nobody serves", subject=on, messages=messages)
                 await bus.drop(stream, on)
         for name in depths[stream]:

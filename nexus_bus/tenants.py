@@ -219,7 +219,10 @@ class Tenants:
             await self.kv.delete(key)
         await self.kv.delete(registry.tenant_key(name))  # workers stop serving it
         await remove_tenant(self.bus, name)
-        for stream, on in (("EVENTS", f"event.{name}.*"), ("UPLOADS", f"upload.{name}.*")):
+        for stream, on in (
+            ("EVENTS", f"event.{name}.*"), ("EVALS", f"eval.{name}.*"), ("FILMS", f"film.{name}.*.*"),
+            ("UPLOADS", f"upload.{name}.*"),
+        ):  # fmt: skip
             await self.bus.drop(stream, on)
 
     async def refresh(self) -> list[str]:

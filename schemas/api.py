@@ -8,6 +8,7 @@ from typing import Annotated
 from msgspec import Meta
 
 from schemas.base import END, Count, Message, Name, PolicyId, Positive, Seconds, Sha256
+from schemas.evaluation import EvaluationEpisode, EvaluationFilm
 from schemas.events import Event
 from schemas.plan import JobState
 from schemas.policy import PolicyImport, PolicyVersion, TrainingState
@@ -146,6 +147,27 @@ class AuditPage(Message, frozen=True, kw_only=True):
     audit: list[Audit]
     next: Count
     end: bool = False
+
+
+class EpisodePage(Message, frozen=True, kw_only=True):
+    """Episodes of evaluations, in the order in which they ended."""
+
+    episodes: list[EvaluationEpisode]
+    next: Count
+    end: bool = False
+
+
+class FilmQuery(Message, frozen=True, kw_only=True):
+    """A film of a job of one's own, as an episode's record names it."""
+
+    job: Name
+    film: Name
+
+
+class FilmFound(Message, frozen=True, kw_only=True):
+    """A film, or nothing: films are kept for a month at most."""
+
+    film: EvaluationFilm | None = None
 
 
 class AccountQuery(Message, frozen=True, kw_only=True):

@@ -107,13 +107,28 @@ class RetentionSpec(Document, frozen=True, kw_only=True):
 
 
 class EvaluationSpec(Document, frozen=True, kw_only=True):
-    """The protocol of a score; it is stored with every score it produced."""
+    """The protocol of a score; it is stored with every score it produced. See `Protocol` for one as a file."""
 
-    episodes: Positive = 60
+    episodes: Positive = 60  # trials of each task
     seed: Seed = 10_000  # trial i runs with seed + i, before and after alike
     before: bool = True
     after: bool = True
     success: Literal["any_step", "last_step"] = "any_step"
+    tasks: Annotated[tuple[str, ...], Meta(max_length=256)] = ()  # several of the environment; unset: the one that it names
+    simulator: Annotated[str, Meta(max_length=400)] = ""  # name and versions that it has to be; unset: whichever is there
+    films: Annotated[int, Meta(ge=0, le=16)] = 4  # of failures to keep, and of successes: the first ones
+
+    @property
+    def total(self) -> int:
+        """Episodes of all tasks."""
+        return self.episodes * max(1, len(self.tasks))
+
+    def part(self, index: int) -> tuple[str, int]:
+        """Task (empty: the environment's) and trial of an episode. Tasks take turns, so that half a result covers them all."""
+        if not self.tasks:
+            return "", index
+        trial, number = divmod(index, len(self.tasks))
+        return self.tasks[number], trial
 
 
 class JobSpec(Document, frozen=True, kw_only=True):

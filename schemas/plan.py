@@ -39,6 +39,8 @@ class Plan(Message, frozen=True, kw_only=True):
     instructions: list[str]  # examples of what the policy will be told
     batches: Count  # SFT batches or RL updates
     latency_ms: Annotated[float, Meta(ge=0)] = 20.0  # longest wait of an inference request for its group to fill
+    simulator: str = ""  # name and versions, where the plan was made
+    varies: str = ""  # why the same seed may give another episode; empty: it gives the same
     estimates: dict[str, float] = {}  # environment_steps, inference_requests, records, device_s …
     notes: list[str] = []
 
@@ -65,6 +67,7 @@ class JobState(Message, frozen=True, kw_only=True):
     scores: dict[str, float] = {}  # success_before, success_after …
     finished_episodes: list[int] = []  # evaluation trials already counted in this phase
     successes: Count = 0
+    solved: dict[str, Count] = {}  # successes of each task, of an evaluation with several
     summed_return: float = 0.0
     summed_length: Count = 0
     metrics: dict[str, float] = {}

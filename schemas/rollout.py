@@ -29,6 +29,8 @@ class RolloutOrder(Message, frozen=True, kw_only=True):
     execute: Positive
     success: Literal["any_step", "last_step"] = "any_step"
     latency_ms: Annotated[float, Meta(ge=0)] = 20.0  # of the plan: longest wait of a request for its group to fill
+    trial: Count | None = None  # of an evaluation with several tasks; unset: the index
+    films: Count = 0  # of each outcome that the whole evaluation keeps
 
 
 class RolloutStep(Message, frozen=True, kw_only=True):

@@ -10,7 +10,7 @@ from typing import Literal
 
 import msgspec
 
-from schemas import api, control, environment, events, inference, job, policy, rollout, training, usage
+from schemas import api, control, environment, evaluation, events, inference, job, policy, rollout, training, usage
 from schemas.base import NAME_PATTERN
 
 Codec = Literal["json", "msgpack"]
@@ -91,6 +91,8 @@ TABLE: tuple[SubjectEntry, ...] = (
     _call("policy.import", api.UploadedImport, api.Taken, "Register a policy that was sent before."),
     _call("infer.request", inference.InferenceRequest, inference.InferenceReply, "Ask a version to act.", codec="msgpack"),
     _call("event.read", api.LogQuery, api.EventPage, "What happened. Live, without replay: subscribe `event.>`."),
+    _call("eval.read", api.LogQuery, api.EpisodePage, "Episodes of evaluations, as they end."),
+    _call("eval.film", api.FilmQuery, api.FilmFound, "What the policy saw in one of them.", codec="msgpack"),
     _call("usage.read", api.LogQuery, api.UsagePage, "What was used."),
     _call("audit.read", api.LogQuery, api.AuditPage, "Who did what."),
     _call("account.show", api.AccountQuery, api.Account, "Limits, keys, and how much is taken."),
@@ -131,6 +133,10 @@ TABLE: tuple[SubjectEntry, ...] = (
          producer="gateway", consumer="gateway", summary="Pieces of policies that come from elsewhere, until they are whole."),
     _row("event", "event.{tenant}.{job}", events.Event, stream="EVENTS", delivery="log", producer="any worker",
          consumer="tenants, dashboards", summary="Everything that happened."),
+    _row("eval.episode", "eval.{tenant}.{job}", evaluation.EvaluationEpisode, stream="EVALS", delivery="log",
+         producer="rollout", consumer="gateway, for nexus report", summary="One episode of an evaluation."),
+    _row("eval.film", "film.{tenant}.{job}.{film}", evaluation.EvaluationFilm, stream="FILMS", codec="msgpack", delivery="log",
+         producer="rollout", consumer="gateway, for nexus report", summary="What the policy saw in the first of each outcome."),
     _row("usage", "usage.{tenant}.{job}", usage.Usage, stream="USAGE", delivery="log", producer="workers",
          consumer="nexus usage", summary="What a job used."),
     _row("audit", "audit.{tenant}", usage.Audit, stream="AUDIT", delivery="log", producer="master", consumer="nexus audit",

@@ -153,7 +153,9 @@ class Environment:
         key = (tenant, spec.id)
         task = self.hosts.get(key)
         if task is None or (task.done() and (task.exception() is not None or not task.result().alive)):
-            task = self.hosts[key] = asyncio.create_task(SimulatorHost.start(call_timeout=self.context.config.call_timeout_s))
+            limits = self.context.config
+            starting = SimulatorHost.start(30.0, limits.call_timeout_s, environment=spec.id, memory=int(limits.memory_gb * 1e9))
+            task = self.hosts[key] = asyncio.create_task(starting)
         host = await asyncio.shield(task)
         return host, await host.open(spec)
 
@@ -297,7 +299,7 @@ class Environment:
         return entry is not None and entry.value.phase in TERMINAL
 
     async def _dataset(self, path: Path) -> Dataset:
-        if path not in self.datasets:
+        if path not in self.datasets or self.datasets[path].replaced:
             self.datasets[path] = await asyncio.to_thread(Dataset, path)
         return self.datasets[path]
 

@@ -24,6 +24,7 @@ from nexus_bus.calls import Reads
 from nexus_bus.config import GatewayConfig
 from nexus_bus.errors import BadJob, BadMessage, NotFound, Unavailable, from_code
 from nexus_bus.exported import LARGEST
+from nexus_bus.serving import introduce
 from nexus_bus.worker import Context
 from schemas.api import CHUNK_BYTES, Taken, UploadChunk, UploadedImport
 from schemas.base import BlobRef
@@ -40,6 +41,8 @@ ORDER_S = 10.0  # to get an order stored
 QUEUE_S = 2.0  # to get a request to act queued: a full queue pushes back on its tenant
 PIECES = LARGEST // CHUNK_BYTES + 1  # of those
 UPLOADS = 4  # of one tenant that have begun and are not used yet
+ASSEMBLED = 2  # files put together side by side: each may be large
+REGISTERED_S, LOOK_S = 3.0, 0.05  # for an import that was asked for before to show
 ID_LENGTH = 200  # of a message id that a tenant chooses
 REASON_LENGTH = 1000  # of why a job is stopped: it is kept with the job
 ORDER_BYTES = 64 << 10  # of an order; it is kept with its job
@@ -72,6 +75,8 @@ class Gateway:
         self.reads = Reads(context.bus)
         self.under_way: Counter[str] = Counter()  # by tenant
         self.ordered: dict[str, tuple[float, float]] = {}  # by tenant: orders it may send at once, as of a time
+        self.met: set[str] = set()  # tenants who have ordered something here
+        self.assembling = asyncio.Semaphore(ASSEMBLED)
         self.asked: dict[str, Asked] = {}
         self.inbox = ""
 
@@ -139,6 +144,9 @@ class Gateway:
     async def _publish(self, name: str, message: Any, tenant: str, submission: str, incoming: Incoming) -> Taken:
         if (size := len(msgspec.json.encode(message))) > ORDER_BYTES:
             raise BadMessage(f"{name}: {size} bytes; an order has at most {ORDER_BYTES}")
+        if tenant not in self.met:
+            await introduce(self.bus, tenant)
+            self.met.add(tenant)
         after = await last_sequence(self.bus, "EVENTS")
         stored = await self.bus.publish(name, message, msg_id=submission, deadline=ORDER_S, tenant=tenant)
         caller = _caller(incoming)
@@ -200,29 +208,33 @@ class Gateway:
         self._allow(tenant)
         if (order.adapter is None) != (message.adapter is None):
             raise BadMessage("adapter: the order and the files must both have one, or neither")
+        used = list[str]()
         for upload, ref in ((message.weights, order.weights), (message.adapter, order.adapter)):
             if upload is not None and ref is not None:
-                await self._assemble(tenant, order.name, upload, ref)
+                used.append(subject("upload", tenant=tenant, upload=upload))
+                await self._store(tenant, order.name, used[-1], ref)
         submission = f"{tenant}/policy.import/{await self._id(tenant, message, incoming)}"
-        return await self._publish("policy.import", order, tenant, submission, incoming)
+        taken = await self._publish("policy.import", order, tenant, submission, incoming)
+        for on in used:  # now, and no sooner: who got no answer asks again
+            await self.bus.drop("UPLOADS", on)
+        return taken
 
-    async def _assemble(self, tenant: str, name: str, upload: str, ref: BlobRef) -> None:
-        known = await self.kv.get(registry.policy_key(tenant, name, 0), PolicyVersion)
-        if known is not None and ref in (known.value.weights, known.value.adapter):
-            return  # the answer was lost, and it is asked again
-        on = subject("upload", tenant=tenant, upload=upload)
-        chunks: list[UploadChunk] = await whole(self.bus, BY_NAME["upload"], on)
-        data, position = bytearray(), 0
-        for chunk in sorted(chunks, key=lambda one: one.offset):
-            if chunk.offset == position:
-                data += chunk.data
-                position += len(chunk.data)
-        if len(data) != ref.size or hashlib.sha256(data).hexdigest() != ref.sha256:
-            raise BadMessage(
-                f"upload {upload}: {len(data)} bytes are there, and they are not the {ref.size} with the hash given"
-            )
-        await self.bus.blobs.put(bytes(data), media_type=ref.media_type)
-        await self.bus.drop("UPLOADS", on)
+    async def _store(self, tenant: str, name: str, on: str, ref: BlobRef) -> None:
+        """Keep one of the files as content, unless it is kept already: the answer was lost, and it is asked again."""
+        ends = time.monotonic() + REGISTERED_S
+        while not (begun := await self.bus.queued("UPLOADS", on)) and time.monotonic() < ends:
+            known = await self.kv.get(registry.policy_key(tenant, name, 0), PolicyVersion)
+            if known is not None and ref in (known.value.weights, known.value.adapter):
+                return
+            await asyncio.sleep(LOOK_S)
+        async with self.assembling:
+            data = await asyncio.to_thread(_joined, await whole(self.bus, BY_NAME["upload"], on) if begun else [])
+            if len(data) != ref.size or (await asyncio.to_thread(hashlib.sha256, data)).hexdigest() != ref.sha256:
+                raise BadMessage(
+                    f"upload {on.rpartition('.')[2]}: {len(data)} bytes are there, and they are not the {ref.size} with the "
+                    "hash given; send the file again"
+                )
+            await self.bus.blobs.put(data, media_type=ref.media_type)
 
     # Inference
 
@@ -253,6 +265,16 @@ class Gateway:
         asked = self.asked.get(reply.id)
         if asked is not None and not asked.reply.done():
             asked.reply.set_result(reply)
+
+
+def _joined(chunks: list[UploadChunk]) -> bytes:
+    """Their content in order; of pieces that came twice, one."""
+    pieces, position = list[bytes](), 0
+    for chunk in sorted(chunks, key=lambda one: one.offset):
+        if chunk.offset == position:
+            pieces.append(chunk.data)
+            position += len(chunk.data)
+    return b"".join(pieces)
 
 
 def _call_of(incoming: Incoming) -> str:

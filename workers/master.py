@@ -1,6 +1,7 @@
 """Master: compiles job documents into plans, admits them, owns job state, hands out work and closes jobs.
 
-Reads   JOBS (job.*, policy.import, policy.pin), registry (accounts, jobs, policy versions), USAGE, blobs.
+Reads   JOBS (job.*, policy.import, policy.pin: a durable consumer per tenant, served by turns), registry (accounts, jobs,
+        policy versions), USAGE, blobs.
 Writes  registry (jobs; imported, pinned and retired versions), ROLLOUT (orders), EVENTS, AUDIT, USAGE (what is stored); makes
         and removes a job's consumers; deletes blobs of retired versions.
 Killed  at any moment: an order is handed out before the state that counts it is written, and both carry ids, so the
@@ -19,7 +20,7 @@ import msgspec
 from nexus_bus import admission, initial, progress, registry, serving, worker
 from nexus_bus.admission import Limits, Roster, Verdict
 from nexus_bus.audit import audit
-from nexus_bus.bus import Bus, Delivery, Done, Durable, Entry, Outcome, Retry, ensure_job, ensure_tenant
+from nexus_bus.bus import Bus, Delivery, Done, Entry, Outcome, Retry, ensure_job, orders_durable
 from nexus_bus.clock import now
 from nexus_bus.config import MasterConfig
 from nexus_bus.errors import BadMessage, Conflict, Refused, Unavailable
@@ -27,6 +28,7 @@ from nexus_bus.pausing import Pausing
 from nexus_bus.plan import compile_plan
 from nexus_bus.policies import Policies
 from nexus_bus.quotas import Quotas
+from nexus_bus.serving import AHEAD, Serving
 from nexus_bus.states import States
 from nexus_bus.stored import Stored
 from nexus_bus.worker import Context
@@ -39,11 +41,6 @@ from schemas.policy import PolicyImport, PolicyPin
 
 ROLE: Role = "master"
 
-FILTERS = (
-    *("job.submit.*", "job.cancel.*", "job.pause.*", "job.resume.*", "job.report.*.*"),
-    *("policy.import.*", "policy.pin.*"),
-)
-DURABLE = Durable(stream="JOBS", name="master", filters=FILTERS, max_deliver=10)
 TICK_S = 1.0
 SWEEP_S = 30.0
 _NAME = re.compile(NAME_PATTERN)
@@ -65,6 +62,14 @@ class Master:
         self.pausing = Pausing(context, self.roster, self.quotas)
         self.states = States(context, self.roster, self.quotas.spending, self._move_up)
         self.moving: set[str] = set()  # tenants whose line is being looked at
+        self.serving = Serving(
+            context.bus, lambda tenant, _: orders_durable(tenant), batch=1 + AHEAD, on_bad=self.refuse_undecodable,
+            on_dead=self.given_up, allowances=self.quotas.allowances,
+        )  # fmt: skip
+
+    async def serve(self) -> None:
+        """Take orders and reports until told to stop: of each tenant in their order, of several tenants by turns."""
+        await self.serving.consume(self.handle, stop=self.context.stop, concurrency=1)
 
     async def handle(self, delivery: Delivery) -> Outcome:
         """One order of a tenant, or report of a worker."""
@@ -117,7 +122,6 @@ class Master:
         try:
             if importing:
                 said = await self.policies.take_in(tenant, order)
-                await self._known(tenant)
             else:
                 await self.policies.pin(tenant, order.policy, order.pinned)
                 said = order.policy
@@ -162,7 +166,6 @@ class Master:
             dataset=(data.dataset or spec.name) if data else "",
             deadline=time.time() + wall if wall else None,
         )
-        await self._known(tenant)
         if known is None:
             self.roster.note(state, await self.kv.create(key, state))
         await audit(self.bus, tenant, "submit", spec.name, "accepted", spec.kind, key=submission)
@@ -171,11 +174,6 @@ class Master:
             message=f"{spec.kind} job accepted: {' → '.join(plan.phases)}",
         )  # fmt: skip
         await self._try_begin(tenant, spec.name)
-
-    async def _known(self, tenant: str) -> None:
-        """Make inference workers serve a tenant."""
-        await ensure_tenant(self.bus, tenant)
-        await self.kv.put(registry.tenant_key(tenant), msgspec.Raw(msgspec.json.encode({"name": tenant})))
 
     async def report(self, tenant: str, report: JobReport) -> None:
         """Move a job on by what a worker reports."""
@@ -194,6 +192,7 @@ class Master:
         """Begin what waited, end what ran out of its wall budget, let rest and go on what its tenant's limits say, and finish
         closing what a killed master left.
         """
+        await self._meet()
         by_tenant: defaultdict[str, list[JobState]] = defaultdict(list)
         for entry in (await self.kv.entries("job.", JobState)).values():
             self.roster.note(entry.value, entry.revision)
@@ -203,6 +202,21 @@ class Master:
             for state in states:
                 await self._carefully(state.plan.spec.name, self._look(state, limits))
             await self._move_up(tenant)
+
+    async def _meet(self) -> None:
+        """Serve those who are not served and have something in the queue, from a program that does not ask the gateway. What
+        came late of somebody who was removed is nobody's.
+        """
+        for on in await self.bus.queued("JOBS"):
+            tenant = on.split(".")[2]
+            if tenant in self.serving.tenants:
+                continue
+            record = self.quotas.allowances.record(tenant)
+            if not _NAME.match(tenant) or (record is not None and record.phase == "removed"):
+                self.context.log.warning("removed what nobody serves", subject=on)
+                await self.bus.drop("JOBS", on)
+            else:
+                await serving.introduce(self.bus, tenant)
 
     async def _move_up(self, tenant: str) -> None:
         """Look at those of a tenant's jobs that may begin or go on now, or wait for something else than before."""
@@ -302,15 +316,11 @@ class Master:
 async def main(context: Context) -> None:
     """Serve until told to stop."""
     master = Master(context)
-    allowances = master.quotas.allowances
-    await allowances.load()
-    following = asyncio.create_task(allowances.follow())
+    await master.quotas.allowances.load()  # nothing is decided without
 
     async def ticks() -> None:
         swept = time.monotonic()
-        while not context.stop.is_set():
-            if following.done():
-                following.result()  # limits that nobody follows would be old ones for ever
+        while True:  # as long as orders are taken
             try:
                 await master.tick()
                 if (clock := time.monotonic()) >= swept + SWEEP_S:
@@ -320,18 +330,8 @@ async def main(context: Context) -> None:
                 context.log.warning("jobs could not be looked at", error=str(error))
             await asyncio.sleep(TICK_S)
 
-    consuming = context.bus.consume(
-        DURABLE, master.handle, concurrency=1, stop=context.stop, on_bad=master.refuse_undecodable, on_dead=master.given_up
-    )
-    tasks = {asyncio.create_task(consuming), asyncio.create_task(ticks())}
     context.pulse.state = "running"
-    try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-        for task in done:  # one that failed ends the process, which the health manager starts anew
-            task.result()
-    finally:
-        for task in (*tasks, following):
-            task.cancel()
+    await worker.side_by_side(master.serve(), ticks())
 
 
 def run(**options: Any) -> int:

@@ -12,6 +12,7 @@ from nats.errors import Error as NatsError
 
 from nexus_bus.bus import headers as wire
 from nexus_bus.bus.codec import decode
+from nexus_bus.bus.tail import start_time
 from nexus_bus.errors import BadMessage, NotFound, Unavailable
 from schemas.subjects import SubjectEntry
 
@@ -41,7 +42,7 @@ async def page(bus: "Bus", row: SubjectEntry, on: str, *, after: int = 0, since:
     """
     request: dict[str, Any] = {"batch": limit, "max_bytes": PAGE_BYTES, "next_by_subj": on}
     if since is not None and not after:
-        request["start_time"] = since.isoformat()
+        request["start_time"] = start_time(since)
     else:
         request["seq"] = after + 1
     found, last, left = list[Any](), after, 0

@@ -22,7 +22,9 @@ from nexus_bus.errors import Unavailable
 if TYPE_CHECKING:
     from nexus_bus.bus.connection import Bus
 
-EXPIRES_S = 30.0
+# Who is cut off cannot end its request: so long the server delivers into the void, each message again after every ack_wait, and
+# counts. A message must not be given up for that.
+EXPIRES_S = 8.0
 HEARTBEAT_S = 1.0
 SILENCE_S = 2.5
 START_S = 15.0

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 Since = Literal["all", "new"] | datetime
 BATCH = 256
+_FIRST, _LAST = datetime(1970, 1, 1, tzinfo=UTC), datetime(2262, 1, 1, tzinfo=UTC)
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,7 @@ class Reader:
             config.deliver_policy, config.opt_start_seq = DeliverPolicy.BY_START_SEQUENCE, self._last + 1
         elif isinstance(self._since, datetime):
             config.deliver_policy = DeliverPolicy.BY_START_TIME
-            config.opt_start_time = self._since.astimezone(UTC).isoformat()  # type: ignore[assignment]
+            config.opt_start_time = start_time(self._since)  # type: ignore[assignment]
         else:
             config.deliver_policy = DeliverPolicy(self._since)
         info = await self._bus.js.add_consumer(self._stream, config)
@@ -134,6 +135,11 @@ class Reader:
             self._last = meta.sequence.stream
             self._buffer.append(msg)
             self._arrived.set()
+
+
+def start_time(since: datetime) -> str:
+    """As the server reads it, which counts nanoseconds in 64 bits and takes what overflows for another time."""
+    return min(max(since.astimezone(UTC), _FIRST), _LAST).isoformat()
 
 
 async def tail(bus: "Bus", row: SubjectEntry, pattern: str, since: Since, follow: bool) -> AsyncIterator[Item]:

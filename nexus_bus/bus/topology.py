@@ -42,6 +42,8 @@ STREAMS: tuple[Stream, ...] = (
     Stream("TRAINING", work=True, max_bytes=1024 * MB, per_subject=4096, duplicates_s=600.0),
     Stream("UPLOADS", work=False, max_bytes=8192 * MB, max_age_s=HOUR_S, per_subject=4096, duplicates_s=600.0),
     Stream("EVENTS", work=False, max_bytes=256 * MB, max_age_s=30 * DAY_S, duplicates_s=600.0),
+    Stream("EVALS", work=False, max_bytes=256 * MB, max_age_s=400 * DAY_S, duplicates_s=600.0),
+    Stream("FILMS", work=False, max_bytes=512 * MB, max_age_s=30 * DAY_S, duplicates_s=600.0),
     Stream("USAGE", work=False, max_bytes=128 * MB, max_age_s=400 * DAY_S, duplicates_s=600.0),
     Stream("AUDIT", work=False, max_bytes=256 * MB, max_age_s=400 * DAY_S),
     Stream("TRACES", work=False, max_bytes=256 * MB, max_age_s=DAY_S),
@@ -52,7 +54,7 @@ BLOBS, PAYLOADS = "blobs", "payloads"  # for good; and for messages too large to
 OBJECTS = {BLOBS: (4096 * MB, 0.0), PAYLOADS: (1024 * MB, 7 * DAY_S)}
 
 # Consumers that all tenants shared, in a store of an earlier release. A work queue allows no second one on their subjects.
-OUTGROWN = ("rollout", "environment")
+OUTGROWN = (("ROLLOUT", "rollout"), ("ROLLOUT", "environment"), ("JOBS", "master"))
 
 PATIENCE_S = 15.0
 # JetStream not ready; servers of a cluster not found yet; the name is being taken by another process this very moment
@@ -73,6 +75,13 @@ class Durable:
     ack_wait: float = 10.0
     max_ack_pending: int = 256
     max_deliver: int = 5  # counted by the worker, see dead.py
+
+
+def orders_durable(tenant: str) -> Durable:
+    """A tenant's own consumer of orders to the master, and of reports about its jobs: whoever sends a thousand waits alone."""
+    orders = ("job.submit", "job.cancel", "job.pause", "job.resume", "policy.import", "policy.pin")
+    filters = (*(subject(name, tenant=tenant) for name in orders), _all_jobs("job.report", tenant))
+    return Durable("JOBS", f"orders-{tenant}", filters, ack_wait=3.0, max_deliver=10)
 
 
 def inference_durable(tenant: str) -> Durable:
@@ -109,8 +118,8 @@ async def ensure_topology(bus: "Bus", replicas: int = 1) -> None:
     """Make every stream and bucket exist as described; safe to run from many processes at once."""
     for config in _configs(replicas):
         await _ensure_stream(bus, config)
-    for name in OUTGROWN:
-        await bus.ask(f"$JS.API.CONSUMER.DELETE.ROLLOUT.{name}")
+    for stream, name in OUTGROWN:
+        await bus.ask(f"$JS.API.CONSUMER.DELETE.{stream}.{name}")
     bus.replicas = replicas
 
 
@@ -212,8 +221,11 @@ def _consumer(durable: Durable) -> ConsumerConfig:
 
 
 async def ensure_tenant(bus: "Bus", tenant: str) -> None:
-    """A tenant's consumers. Those that exist stay as they are: the workers that serve them know the tenant's limits."""
-    for durable in _of_tenant(tenant):
+    """A tenant's consumers. Those that exist stay as they are: the workers that serve them know the tenant's limits.
+
+    The master's is not among them: it makes it when it begins to serve the tenant.
+    """
+    for durable in _of_workers(tenant):
         await _patiently(bus, lambda durable=durable: _create(bus, durable))
 
 
@@ -229,13 +241,13 @@ async def remove_tenant(bus: "Bus", tenant: str) -> None:
     """Take a tenant's consumers away, and what is queued for them. Its key in the registry goes first: who still serves the
     tenant makes them anew.
     """
-    for durable in _of_tenant(tenant):
+    for durable in (orders_durable(tenant), *_of_workers(tenant)):
         for on in durable.filters:
             await bus.drop(durable.stream, on)
         await bus.ask(f"$JS.API.CONSUMER.DELETE.{durable.stream}.{durable.name}")
 
 
-def _of_tenant(tenant: str) -> tuple[Durable, ...]:
+def _of_workers(tenant: str) -> tuple[Durable, ...]:
     return inference_durable(tenant), rollout_durable(tenant), data_durable(tenant)
 
 

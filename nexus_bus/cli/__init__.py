@@ -37,6 +37,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "metrics": ("metrics", "Serve numbers for Prometheus."),
     "dead": ("operate", "Messages that were given up: list, show, retry, drop."),
     "config": ("operate", "Settings of a role and where each comes from."),
+    "data": ("data", "Datasets: inspect, check, convert, record."),
+    "env": ("env", "Simulators with packages of their own: list, install, check."),
     "catalog": ("catalog", "Heads and environments that a job may name."),
 }
 

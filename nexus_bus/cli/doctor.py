@@ -66,6 +66,7 @@ def _checks() -> Iterator[Check]:
         what = importlib.metadata.version(name) if found else f"not installed; without it: {without}"
         yield Check(name, found, what, f"pip install 'nexus-bus[{extra}]'", needed=extra == "models")
     yield _rendering()
+    yield from _venvs()
     yield _port()
     yield _disk()
 
@@ -87,6 +88,28 @@ def _rendering() -> Check:
     rendering: Any = probe()
     return Check(
         "OpenGL", rendering.backend is not None, rendering.backend or "neither EGL nor OSMesa", rendering.advice, needed=False
+    )
+
+
+def _venvs() -> Iterator[Check]:
+    """Simulators with a virtual environment of their own; those nobody installed are no news."""
+    from nexus_bus.envs.recipes import RECIPES, check, interpreter
+
+    there = [name for name in RECIPES if interpreter(name) is not None]
+    for name in there:
+        wrong = check(name)
+        yield Check(f"environment {name}", not wrong, wrong or "can be used", needed=False)  # what is wrong says what to do
+    if absent := [name for name in RECIPES if name not in there]:
+        yield Check("more environments", True, f"{', '.join(absent)}: `nexus env list`, then `nexus env install NAME`")
+    yield _vulkan()
+
+
+def _vulkan() -> Check:
+    from nexus_bus.envs.rendering import VULKAN_ADVICE, vulkan
+
+    found = vulkan()
+    return Check(
+        "Vulkan", bool(found), ", ".join(found) or "no driver; only ManiSkill draws with it", VULKAN_ADVICE, needed=False
     )
 
 

@@ -46,9 +46,15 @@ home_option = click.option(
     envvar="NEXUS_AUTOSCALE",
     help="Start and drain workers by the depth of their queues, as rollout=1..4,inference=1..2.  [default: off]",
 )
+@click.option(
+    "--spare/--no-spare",
+    default=True,
+    show_default=True,
+    help="Keep a process with the libraries loaded, so that inference workers and trainers are back sooner.",
+)
 @click.option("--detach", is_flag=True, help="Go to the background once the server answers.")
 def up_command(
-    home: Path, port: int | None, base: str | None, autoscale: str | None, detach: bool, **counts: int | None
+    home: Path, port: int | None, base: str | None, autoscale: str | None, spare: bool, detach: bool, **counts: int | None
 ) -> None:
     """Start a server and all workers on this machine. Ctrl-C ends them: workers first, the server last.
 
@@ -69,21 +75,21 @@ def up_command(
         require_weights(found)
         os.environ["NEXUS_BASE"] = str(found.path) if Path(base).is_dir() else base
     if detach:
-        _detach(home, port, counts, str(text))
+        _detach(home, port, counts, ["--autoscale", str(text), "--spare" if spare else "--no-spare"])
         return
     logs.start("host", host.host_id(), "error")
     kept = kept_counts(home)
     everyone: dict[Role, int] = {
         role: kept.get(role, 1) if (given := counts.get(role)) is None else given for role in host.ROLES
     }
-    asyncio.run(host.up(home, everyone, port=port, say=_say, autoscale=bounds))
+    asyncio.run(host.up(home, everyone, port=port, say=_say, autoscale=bounds, spare=spare))
 
 
 def _say(text: str) -> None:
     click.echo(f"{time.strftime('%H:%M:%S')} {text}")
 
 
-def _detach(home: Path, port: int | None, counts: dict[str, int | None], autoscale: str) -> None:
+def _detach(home: Path, port: int | None, counts: dict[str, int | None], further: list[str]) -> None:
     from nexus_bus.homes import running_up
 
     if (pid := running_up(home)) is not None:
@@ -92,7 +98,7 @@ def _detach(home: Path, port: int | None, counts: dict[str, int | None], autosca
         )
     (home / "logs").mkdir(parents=True, exist_ok=True)
     log = home / "logs" / "up.log"
-    arguments = ["--home", str(home), "--autoscale", autoscale, *(["--port", str(port)] if port else [])]
+    arguments = ["--home", str(home), *further, *(["--port", str(port)] if port else [])]
     for role, count in counts.items():
         arguments += [f"--{role}", str(count)] if count is not None else []
     with log.open("ab") as out:

@@ -118,7 +118,8 @@ class Calls:
         taken: Taken = await self.call(name, message, timeout=timeout, headers={"Nats-Msg-Id": submission or uuid.uuid4().hex})
         try:
             async with asyncio.timeout(max(0.0, ends - time.monotonic())):
-                async for event in self.events(after=taken.after):
+                # An order repeated under its id may be answered already, whatever the queue remembers of it after a restart.
+                async for event in self.events(after=0 if submission else taken.after):
                     if event.submission == taken.submission and event.type in answers:
                         if event.type.endswith(".refused"):
                             raise BadJob(event.message)

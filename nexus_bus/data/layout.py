@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from nexus_bus.errors import BadMessage, NotFound
+from nexus_bus.errors import BadMessage, Conflict, NotFound
 
 Feature = dict[str, Any]  # dtype, shape, names, as in info.json
 T = TypeVar("T")
@@ -56,7 +56,7 @@ class Episode:
 
 @dataclass(frozen=True)
 class Layout:
-    """A dataset's metadata, whatever its version. `declared` reads the statistics that the files state: key -> name -> values."""
+    """A dataset's metadata, whatever its version. `declared` reads the statistics that its files state: key, name, values."""
 
     root: "Root"
     version: str
@@ -74,10 +74,18 @@ class Root:
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path).resolve()
         self.name = self.path.name
+        self._identity = self._found()
         self._folders: dict[Path, Path] = {}  # resolved: ten thousand files lie in a few
+
+    @property
+    def replaced(self) -> bool:
+        """Whether another dataset was put in this one's place since it was opened: the two must not be mixed."""
+        return self._found() != self._identity
 
     def inside(self, name: str) -> Path:
         """The file of that name. Raises BadMessage if it lies elsewhere."""
+        if "\0" in name:
+            raise BadMessage(f"dataset {self.name}: {name[:80]!r} is no path")
         try:
             path = self.path / name
             folder = self._folders.get(path.parent)
@@ -91,6 +99,19 @@ class Root:
         if not found.is_relative_to(self.path):
             raise BadMessage(f"dataset {self.name}: {name!r} leads out of it; copy the file in, links are not followed")
         return found
+
+    def current(self, name: str) -> Path:
+        """The same, of the dataset that was opened. Raises Conflict if another one has taken its place."""
+        if self.replaced:
+            raise Conflict(f"dataset {self.name}: was recorded anew while it was read; open it again")
+        return self.inside(name)
+
+    def _found(self) -> tuple[int, int]:
+        try:
+            stat = self.path.stat()
+        except OSError:
+            return (0, 0)
+        return (stat.st_dev, stat.st_ino)
 
     def json(self, name: str) -> dict[str, Any]:
         """A metadata file, which must hold an object. Raises BadMessage."""
@@ -136,7 +157,7 @@ def read_info(root: Root) -> dict[str, Any]:
 
 
 def features_of(info: Mapping[str, Any]) -> dict[str, Feature]:
-    """The features of info.json, each with a dtype and a shape of whole numbers. Raises BadMessage naming the one that has none."""
+    """The features of info.json, each with a dtype and a shape of whole numbers. Raises BadMessage naming the one without."""
     found = info.get("features")
     if not isinstance(found, dict) or not found:
         raise BadMessage(f"{INFO}: features is {_short(found)}, expected an object of features")
@@ -148,7 +169,7 @@ def features_of(info: Mapping[str, Any]) -> dict[str, Feature]:
             raise BadMessage(f"{INFO}: features.{key}.shape is {_short(shape)}, expected a list of positive whole numbers")
         if math.prod(shape) > MAX_SIZE * (3 if feature["dtype"] in PICTURES else 1):
             raise BadMessage(f"{INFO}: features.{key}.shape {shape} holds more than {MAX_SIZE} numbers")
-        if feature["dtype"] in PICTURES and (len(shape) != 3):
+        if feature["dtype"] in PICTURES and len(shape) != 3:
             raise BadMessage(f"{INFO}: features.{key}.shape {shape}, expected [height, width, 3] of a picture")
         if key.startswith(IMAGES) and feature["dtype"] not in PICTURES:
             raise BadMessage(f"{INFO}: {key} has dtype {feature['dtype']!r}, not image or video")

@@ -29,6 +29,7 @@ class EnvDescription:
     simulator: str  # name, revision and versions; kept with every score
     expert: bool
     success: str  # the rule
+    varies: str  # why the same seed may give another episode; empty: it gives the same
 
 
 _COLOURS = ("red", "green", "blue", "yellow")
@@ -146,6 +147,7 @@ ENVIRONMENTS: dict[str, EnvironmentEntry] = {
         spaces=_gymnasium,
         expert=False,
         success="info['is_success'] or info['success']",
+        varies="whether a registered environment repeats itself is its own affair, and was not checked",
     ),
     **BENCHMARKS,
 }
@@ -179,7 +181,7 @@ def describe(spec: EnvironmentSpec) -> EnvDescription:
     else:
         instructions = entry.tasks.get(spec.task) or (str(options.get("instruction", "")),)
     limit, version = int(options["max_steps"]), _versions(spec.id, entry)
-    return EnvDescription(action, seen, limit, list(instructions), version, entry.expert, entry.success)
+    return EnvDescription(action, seen, limit, list(instructions), version, entry.expert, entry.success, entry.varies)
 
 
 def build(spec: EnvironmentSpec) -> Simulator:
@@ -191,11 +193,11 @@ def build(spec: EnvironmentSpec) -> Simulator:
     try:
         adapter = getattr(importlib.import_module(module), name)
     except ModuleNotFoundError as error:
-        how = f"pip install 'nexus-bus[{entry.extra}]'" if entry.extra else f"nexus env install {spec.id}"
+        how = f"pip install 'nexus-bus[{entry.extra}]'" if entry.extra else f"nexus env install {entry.venv}"
         raise NotFound(f"environment {spec.id}: {error.name} is not installed here: {how}") from error
     return adapter(spec, options)
 
 
 def _versions(name: str, entry: EnvironmentEntry) -> str:
-    versions = [f"{package} {recipes.version(name, package) or 'not installed'}" for package in entry.packages]
+    versions = [f"{package} {recipes.version(entry.venv, package) or 'not installed'}" for package in entry.packages]
     return f"{name}-{entry.revision} ({', '.join(versions)})"

@@ -141,7 +141,7 @@ def _die_with(parent: int) -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
         if os.getppid() != parent:
             os._exit(1)
-        with contextlib.suppress(OSError):  # where memory runs out faster than the parent looks, the kernel takes this one first
+        with contextlib.suppress(OSError):  # if memory runs out faster than the parent looks, the kernel takes this one
             Path("/proc/self/oom_score_adj").write_text("1000")
 
 

@@ -1,19 +1,29 @@
 """What every environment has to get right, as a check that ships with the protocol: `check(spec)` on yours finds what is wrong.
 
 It plays a few short episodes. A session guards the rest (refusals, limits, end reasons), whatever the adapter does.
+`python -m nexus_bus.envs.conformance ENVIRONMENT TASK [OPTIONS] [RESETS]` is how it runs on another interpreter, or on an
+environment that is not ours: `module:callable`.
 """
 
+import importlib
+import os
+import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
+import msgspec
 import numpy as np
 
+from nexus_bus.envs.catalog import ENVIRONMENTS
 from nexus_bus.envs.session import Observed, Session, Stepped
 from nexus_bus.errors import NotFound
 from schemas.job import EnvironmentSpec
 
 EXPERT_EPISODES = 5
+LEAK_BYTES = 64 << 20  # what memory may grow by over the resets of a leak check
 _STEPS = 12
+_SETTLED = 20  # resets after which caches are full
 
 
 @dataclass(frozen=True)
@@ -24,16 +34,25 @@ class Finding:
     seen: str
 
 
-def check(spec: EnvironmentSpec) -> list[Finding]:
+def check(spec: EnvironmentSpec, resets: int = 0) -> list[Finding]:
     """Everything that is wrong with this environment; an empty list means that it conforms.
+
+    Args:
+        resets: how often to reset it for the leak check, e.g. 200; 0 leaves that out.
 
     Raises what opening a Session raises.
     """
     session = Session(spec)
     try:
-        return [Finding(rule, seen) for rule, probe in RULES.items() for seen in probe(session)]
+        found = [Finding(rule, seen) for rule, probe in RULES.items() for seen in probe(session)]
+        found += [Finding("resets leave nothing behind", seen) for seen in _leaks(session, resets)]
     finally:
         session.close()
+    try:
+        session.close()
+    except Exception as error:  # noqa: BLE001 - whatever it is, it is the finding
+        found.append(Finding("closing twice does nothing", f"{type(error).__name__}: {error}"))
+    return found
 
 
 def _described(session: Session) -> list[str]:
@@ -47,6 +66,10 @@ def _described(session: Session) -> list[str]:
         found.append(
             f"state {observed.state.dtype} {observed.state.shape}, described float32 ({known.observation.state_size},)"
         )
+    if not observed.instruction.strip():
+        found.append("no instruction: a policy is told nothing")
+    elif observed.instruction not in known.instructions and not any("{" in text or not text for text in known.instructions):
+        found.append(f"asked {observed.instruction!r}, which is none of those described")
     blank = [camera for camera, picture in observed.images.items() if picture.min() == picture.max()]
     return found + [f"{camera} is a picture of one colour" for camera in blank]
 
@@ -82,9 +105,13 @@ def _limit(session: Session) -> list[str]:
     session.reset(8)
     done: Stepped | None = None
     while session.end == "running" and session.steps <= session.description.max_steps:
-        done = session.step(np.zeros((1, session.description.action.size)))
+        done = session.step(np.zeros((_STEPS, session.description.action.size)))
     if session.end == "running" or done is None:
         return [f"no end after {session.steps} steps"]
+    if session.steps > session.description.max_steps:
+        return [f"{session.steps} steps, its limit is {session.description.max_steps}"]
+    if len(done.successes) != done.executed:
+        return [f"{len(done.successes)} success flags for {done.executed} steps"]
     return (
         [] if done.terminated != done.truncated else [f"terminated {done.terminated} and truncated {done.truncated} at the end"]
     )
@@ -116,6 +143,25 @@ def _expert(session: Session) -> list[str]:
             done = session.step(session.expert()[None])
             successes += any(done.successes) and session.end != "running"
     return [] if successes == EXPERT_EPISODES else [f"the expert succeeded {successes} times of {EXPERT_EPISODES}"]
+
+
+def _leaks(session: Session, resets: int) -> list[str]:
+    before = 0
+    for count in range(resets):
+        if count == min(_SETTLED, resets // 2):
+            before = _resident()
+        session.reset(count)
+        session.step(_actions(session)[:1])
+    grown = _resident() - before if resets else 0
+    return [f"memory grew by {grown >> 20} MB over {resets} resets"] if grown > LEAK_BYTES else []
+
+
+def _resident() -> int:
+    """Bytes of this process in memory; 0 where the system does not tell."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0
 
 
 RULES: dict[str, Callable[[Session], list[str]]] = {
@@ -151,3 +197,20 @@ def _equal(one: Observed, other: Observed) -> bool:
 
 def _alike(one: Stepped, other: Stepped) -> bool:
     return _equal(one.observed, other.observed) and (one.rewards, one.end) == (other.rewards, other.end)
+
+
+def main() -> int:
+    """Check what the command line names; findings as JSON on the last line. Returns 1 if there are any."""
+    environment, task, *more = sys.argv[1:]
+    if ":" in environment:
+        own = importlib.import_module("nexus_bus.envs.own")
+        own.register(environment)
+        environment, task = own.ID, task or next(iter(ENVIRONMENTS[own.ID].tasks))
+    spec = EnvironmentSpec(id=environment, task=task, options=msgspec.json.decode(more[0]) if more else {})
+    found = check(spec, int(more[1]) if len(more) > 1 else 0)
+    sys.stdout.write(msgspec.json.encode([asdict(finding) for finding in found]).decode() + "\n")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

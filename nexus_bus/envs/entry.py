@@ -43,14 +43,16 @@ class EnvironmentEntry:
     options: Mapping[str, Option]
     adapter: str
     packages: tuple[str, ...]  # distributions whose versions decide the numbers
-    extra: str  # pip extra that installs them; one with a virtual environment of its own (recipes.py) has none
     spaces: Callable[[str, Options], tuple[ActionSpec, ObservationSpec]]
     sentences: Callable[[str, Options], tuple[str, ...]] | None = None  # where options narrow them
+    extra: str = ""  # pip extra that installs them beside us
+    venv: str = ""  # the virtual environment of its own that has them (recipes.py)
     expert: bool = True
     gl: bool = True  # needs OpenGL
     fps: int = 10  # nominal control rate, for datasets
     success: str = "the task's own check, at any step"  # the rule that a score rests on
     revision: int = 1  # raised when the same seed no longer gives the same episode
+    varies: str = ""  # why the same seed may give another episode all the same; empty: it does not
 
 
 SIZE = Option(96, "side of the square picture in pixels", bounds=(32, 512))

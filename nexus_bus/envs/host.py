@@ -23,9 +23,9 @@ import msgspec
 import numpy as np
 import psutil
 
-import schemas
 from nexus_bus import errors
-from nexus_bus.envs.recipes import interpreter
+from nexus_bus.envs.catalog import ENVIRONMENTS
+from nexus_bus.envs.recipes import interpreter, variables
 from nexus_bus.envs.wire import LENGTH, MAX_FRAME, PROTOCOL, Answer, Described, Encoding, Request
 from nexus_bus.errors import EnvironmentFault, NexusError, NotFound
 from nexus_bus.failures import ending, last_words
@@ -96,7 +96,7 @@ class SimulatorHost:
         """
         ours, theirs = socket.socketpair()
         folder = Path(tempfile.mkdtemp(prefix="nexus-simulator-"))
-        python = interpreter(environment)
+        python = interpreter(ENVIRONMENTS[environment].venv) if environment in ENVIRONMENTS else None
         with theirs, (folder / "stderr").open("ab") as complaints:
             process = await asyncio.create_subprocess_exec(
                 str(python or sys.executable), "-m", "nexus_bus.envs.child", str(theirs.fileno()), str(os.getpid()),
@@ -105,7 +105,7 @@ class SimulatorHost:
                 stdout=asyncio.subprocess.DEVNULL,
                 stderr=complaints,
                 cwd=folder,
-                env=_environment(folder, linked=python is not None),
+                env=variables(folder, python, here=bool(own)),
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,  # what a simulator starts ends with it
             )  # fmt: skip
@@ -113,7 +113,9 @@ class SimulatorHost:
         try:
             answer = await host._ask(Request(0, "ping"), timeout)
             if answer.protocol != PROTOCOL:
-                raise EnvironmentFault(f"{python}: speaks protocol {answer.protocol}, not {PROTOCOL}; `nexus env install` it again")
+                raise EnvironmentFault(  # noqa: TRY301 - it has to be stopped as after any other
+                    f"{python}: speaks protocol {answer.protocol}, this host {PROTOCOL}: another version of ours is on its path"
+                )
         except BaseException:
             await host.stop()
             raise
@@ -172,10 +174,8 @@ class SimulatorHost:
         """End the child and wait for it; what is still waiting gets an EnvironmentFault. Calling it twice does nothing."""
         self._fail("the host was stopped")
         self._writer.close()  # the child ends at the end of its input
-        try:
+        with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._process.wait(), 2.0)
-        except TimeoutError:
-            pass
         self._kill()
         await self._process.wait()
         for task in (self._reading, self._watching):
@@ -244,7 +244,8 @@ class SimulatorHost:
             while child.status() != psutil.STATUS_ZOMBIE:
                 used = child.memory_info().rss
                 if used > self._memory:
-                    self._expire(f"simulator held {used / 1e9:.1f} GB, more than its {self._memory / 1e9:.1f} GB, and was killed")
+                    limit = f"more than its limit of {self._memory / 1e9:.2f} GB"
+                    self._expire(f"simulator held {used / 1e9:.2f} GB of memory, {limit} (memory_gb), and was killed")
                     return
                 if (self._folder / "stderr").stat().st_size > NOISE:
                     os.truncate(self._folder / "stderr", 0)  # it appends: what comes now is kept
@@ -278,15 +279,3 @@ class SimulatorHost:
 def _error(code: str, message: str) -> NexusError:
     kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, NexusError)]
     return next((kind for kind in kinds if kind.code == code), EnvironmentFault)(message)
-
-
-def _environment(folder: Path, *, linked: bool) -> dict[str, str]:
-    """The child's environment variables. Another interpreter finds our code, and nothing else of ours, by two links."""
-    if not linked:
-        return {**os.environ, "PYTHONPATH": os.pathsep.join([*(path for path in sys.path if path), os.getcwd()])}
-    code = folder / "code"
-    code.mkdir()
-    for package in (Path(errors.__file__).parent, Path(schemas.__file__).parent):
-        (code / package.name).symlink_to(package, target_is_directory=True)
-    inherited = {key: value for key, value in os.environ.items() if key not in {"NEXUS_RENDERING", "PYTHONHOME", "VIRTUAL_ENV"}}
-    return {**inherited, "PYTHONPATH": str(code), "PYTHONNOUSERSITE": "1", "PYTHONDONTWRITEBYTECODE": "1"}

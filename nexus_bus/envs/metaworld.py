@@ -21,11 +21,11 @@ from schemas.job import EnvironmentSpec, Scalar
 
 mujoco: Any = _mujoco  # its compiled half has no stubs
 
+CAMERA = "corner2"
+
 
 class MetaWorld(GymnasiumSimulator):
     """One task; the state is the hand's position and the gripper's opening, never the goal."""
-
-    camera = "corner2"
 
     def _make(self, spec: EnvironmentSpec, options: dict[str, Scalar]) -> Any:
         name = f"{spec.task}-v3"
@@ -70,10 +70,10 @@ class MetaWorld(GymnasiumSimulator):
     def _state(self) -> np.ndarray:
         return np.asarray(self._observation[:4], np.float32)
 
-    def _picture(self) -> np.ndarray:
+    def _pictures(self) -> dict[str, np.ndarray]:
         if self._renderer is None:
             self._renderer = mujoco.Renderer(self._env.model, self._size, self._size)
-        self._renderer.update_scene(self._env.data, self.camera)
+        self._renderer.update_scene(self._env.data, CAMERA)
         if self._fast:
             self._renderer.scene.flags[mujoco.mjtRndFlag.mjRND_REFLECTION] = 0
-        return np.ascontiguousarray(self._renderer.render()[::-1, ::-1])
+        return {CAMERA: np.ascontiguousarray(self._renderer.render()[::-1, ::-1])}

@@ -12,18 +12,17 @@ from minigrid.envs.babyai.goto import GoToLocal, GoToRedBallGrey
 from minigrid.envs.babyai.pickup import PickupLoc
 from minigrid.utils.baby_ai_bot import BabyAIBot
 
-from nexus_bus.envs.gymnasium_adapter import GymnasiumSimulator
+from nexus_bus.envs.gymnasium_adapter import GymnasiumSimulator, resized
 from nexus_bus.envs.simulator import Moment
 from schemas.job import EnvironmentSpec, Scalar
 
 _TASKS = {"goto": GoToLocal, "goto-red-ball": GoToRedBallGrey, "pickup": PickupLoc}
 _ACTIONS = 7
+CAMERA = "grid"
 
 
 class MiniGrid(GymnasiumSimulator):
     """One BabyAI level; see the catalogue for its tasks."""
-
-    camera = "grid"
 
     def _make(self, spec: EnvironmentSpec, options: dict[str, Scalar]) -> Any:
         # Its own limit is the room's size; ours comes first because the session counts.
@@ -59,6 +58,9 @@ class MiniGrid(GymnasiumSimulator):
     def _success(self, reward: float, info: dict[str, Any]) -> bool:
         del info
         return reward > 0
+
+    def _pictures(self) -> dict[str, np.ndarray]:
+        return {CAMERA: resized(self._env.render(), self._size, self._size)}
 
     def _state(self) -> np.ndarray:
         x, y = self._env.agent_pos

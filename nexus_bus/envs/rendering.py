@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, cast
 
 from nexus_bus.errors import Unavailable
@@ -17,6 +18,11 @@ _ADVICE = (
     "no OpenGL here: as root `apt-get install libosmesa6` (software) or `apt-get install libegl1 libgl1` (EGL), "
     "or choose an environment that draws without it, such as minigrid"
 )
+VULKAN_ADVICE = (
+    "Vulkan comes with the driver of the GPU's vendor, or in software as root with `apt-get install mesa-vulkan-drivers` "
+    "of Mesa 24.3 or newer (Debian 12: from bookworm-backports)"
+)
+_DRIVERS = (Path("/usr/share/vulkan/icd.d"), Path("/etc/vulkan/icd.d"))
 
 
 @dataclass(frozen=True)
@@ -54,6 +60,13 @@ def require() -> None:
     rendering = probe()
     if rendering.backend is None:
         raise Unavailable(rendering.advice)
+
+
+def vulkan() -> list[str]:
+    """Names of the Vulkan drivers that are installed: VK_ICD_FILENAMES, else where drivers are listed."""
+    given = [Path(name) for name in os.environ.get("VK_ICD_FILENAMES", "").split(os.pathsep) if name]
+    files = given or [file for folder in _DRIVERS for file in folder.glob("*.json")]
+    return sorted({file.name.removesuffix(".json") for file in files if file.is_file()})
 
 
 def _works(backend: str) -> bool:

@@ -9,7 +9,7 @@ import numpy as np
 
 from nexus_bus.clock import derive_seed
 from nexus_bus.envs import catalog
-from nexus_bus.envs.simulator import Moment, Observed
+from nexus_bus.envs.simulator import Moment, Numbered, Observed
 from nexus_bus.envs.stepped import Stepped, termination, transition, truncation
 from nexus_bus.errors import BadMessage, ContractError, EnvironmentFault, NexusError
 from schemas.environment import EndReason
@@ -48,6 +48,8 @@ class Session:
     def reset(self, seed: int, trial: int = 0) -> Observed:
         """Start the episode that (seed, trial) names: the same pair gives the same episode to the bit, pictures included."""
         with _faults("reset"):
+            if isinstance(self._simulator, Numbered):
+                self._simulator.choose(trial)
             self._simulator.reset(derive_seed(seed, "trial", trial))
             self.steps, self.end = 0, "running"
             return self._observe()

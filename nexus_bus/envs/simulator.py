@@ -5,7 +5,7 @@ session's, so that they are the same for every simulator.
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -58,4 +58,13 @@ class Simulator(Protocol):
 
     def close(self) -> None:
         """Free models and GL contexts. Calling it twice does nothing."""
+        ...
+
+
+@runtime_checkable
+class Numbered(Protocol):
+    """A simulator whose initial states are recorded and numbered: a protocol plays each of them once, by the trial's number."""
+
+    def choose(self, trial: int) -> None:
+        """Which one the next `reset` takes; the number goes round."""
         ...

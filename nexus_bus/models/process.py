@@ -10,15 +10,21 @@ SETTINGS = {
     "TOKENIZERS_PARALLELISM": "false",
 }
 
+_in_force = 0  # threads, once settings were made
+
 
 def settings(threads: int = 1) -> None:
     """Put the numeric settings in force. One thread a process, since several processes share the cores.
 
     Raises:
-        RuntimeError: torch is already loaded, so the settings would not be seen.
+        RuntimeError: torch is already loaded under other settings, so these would not be seen.
     """
+    global _in_force  # noqa: PLW0603 - of the process, as what it stands for
+    if "torch" in sys.modules and _in_force == threads:  # a spare has loaded it under the same ones
+        return
     if "torch" in sys.modules:
         raise RuntimeError("models.process.settings() came after torch was imported: call it first in the process")
+    _in_force = threads
     os.environ.update(SETTINGS)
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ[name] = str(threads)

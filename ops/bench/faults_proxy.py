@@ -19,6 +19,7 @@ class Proxy:
         self._joined.set()
         self._server: asyncio.Server | None = None
         self._tasks: set[asyncio.Task[None]] = set()
+        self._writers: set[asyncio.StreamWriter] = set()
 
     @property
     def url(self) -> str:
@@ -43,29 +44,36 @@ class Proxy:
         """End every connection."""
         assert self._server is not None
         self._server.close()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self.join()
+        for writer in self._writers:
+            writer.close()
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=5)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
         self._tasks.add(task)
+        ends = {writer}
+        self._writers |= ends
         try:
             await self._joined.wait()
+            if writer.is_closing() or reader.at_eof():
+                return
             back, forth = await asyncio.open_connection(*self._there)
+            ends.add(forth)
+            self._writers |= ends
             ways = {asyncio.create_task(self._pipe(reader, forth)), asyncio.create_task(self._pipe(back, writer))}
-            try:
-                await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                for way in ways:
-                    way.cancel()
-                forth.close()
+            await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+            for way in ways:
+                way.cancel()
         except OSError:  # the server is away: so is what it serves
-            pass
+            return
         finally:
             self._tasks.discard(task)
-            writer.close()
+            self._writers -= ends
+            for end in ends:
+                end.close()
 
     async def _pipe(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError):

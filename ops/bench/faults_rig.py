@@ -38,6 +38,7 @@ COUNTS: dict[Role, int] = {
 # Nobody is left alone after many restarts here, and a busy machine must not be taken for a dead one.
 SETTINGS = {"NEXUS_HEALTH_LOOP_LIMIT": "10000", "NEXUS_HEALTH_BACKOFF_S": "0.01", "NEXUS_HEALTH_MISSED": "20"}
 BEAT_S = 0.5
+START_S = 180.0
 NOBODY = "-"  # in the place of the worker: the fault was withdrawn
 HEAD = HeadSpec(horizon=4, options={"width": 16, "blocks": 1, "value_width": 8})
 SCENE = EnvironmentSpec(id="tabletop", task="touch", options={"blocks": 1, "max_steps": 12, "reward": "dense"})
@@ -162,6 +163,7 @@ class House:
     lines: int = 0
     noted: set[int] = field(default_factory=set)
     planned: list[str] = field(default_factory=list)
+    committed: int = 0  # times that a trainer has committed
 
     def client(self, tenant: str) -> Client:
         """A tenant, through the gateway."""
@@ -260,6 +262,11 @@ class House:
             if hurt.worker in (beat.worker, "") and moved and ("freeze" in hurt.how or beat.pid != hurt.pid):
                 hurt.back_s = time.time() - hurt.at
 
+    async def follow(self) -> None:
+        """Count commits."""
+        async for _ in self.bus.kv("registry").watch("state.", TrainingState):
+            self.committed += 1
+
     def well(self, role: str = "") -> bool:
         """Whether everybody of a role, or of all, has recovered."""
         return all(hurt.back_s is not None for hurt in self.hurt if role in ("", hurt.role))
@@ -294,9 +301,10 @@ async def house(
         here = House(home, server, supervisor, bus, proxy)
         stop = asyncio.Event()
         running = asyncio.create_task(supervisor.run(counts or COUNTS, stop))
+        following = asyncio.create_task(here.follow())
         listening = await bus.subscribe("health.beat", here.beat, role="*", worker="*")
         try:
-            async with asyncio.timeout(90):
+            async with asyncio.timeout(START_S):
                 while len(here.beats) < sum((counts or COUNTS).values()) or any(
                     beat.state != "running" for beat in here.beats.values()
                 ):
@@ -307,6 +315,7 @@ async def house(
         finally:
             if proxy:
                 proxy.join()
+            following.cancel()
             stop.set()
             await running
             await listening.stop()

@@ -10,12 +10,12 @@ import msgspec
 import pytest
 
 from nexus_bus import logs
-from nexus_bus.bus import Bus
+from nexus_bus.bus import Bus, orders_durable
 from nexus_bus.worker import Context, Pulse
 from schemas.control import Heartbeat
 from schemas.job import Budget, EnvironmentSpec, JobSpec, Ppo
 from workers.health import Health
-from workers.master import DURABLE, Master
+from workers.master import Master
 
 SPEC = JobSpec(kind="rl", name="pick", environment=EnvironmentSpec(id="tabletop", task="touch"), algorithm=Ppo(updates=1))
 
@@ -46,7 +46,7 @@ async def test_a_job_that_cannot_be_read_does_not_keep_the_others_waiting(bus: B
 async def test_a_report_that_is_lost_fails_its_job_by_name(bus: Bus, consuming: Any, eventually: Any) -> None:
     master = Master(context(bus, "master"))
     await submitted(master, "pick")
-    consuming(master.handle, DURABLE, on_bad=master.refuse_undecodable, on_dead=master.given_up)
+    consuming(master.handle, orders_durable("acme"), on_bad=master.refuse_undecodable, on_dead=master.given_up)
     report = b'{"job":"pick","kind":"learned","metrics":{"kl":null}}'
     await bus.publisher.send("job.report.acme.pick", report, {"Nats-Msg-Id": "r"}, 5.0)
 
@@ -66,9 +66,8 @@ async def test_a_submission_that_is_given_up_is_refused_with_the_reason(
         raise ValueError
 
     monkeypatch.setattr(master, "submit", broken)
-    consuming(
-        master.handle, dataclasses.replace(DURABLE, max_deliver=1), on_bad=master.refuse_undecodable, on_dead=master.given_up
-    )
+    once = dataclasses.replace(orders_durable("acme"), max_deliver=1)
+    consuming(master.handle, once, on_bad=master.refuse_undecodable, on_dead=master.given_up)
     await bus.publish("job.submit", SPEC, msg_id="mine", tenant="acme")
     async with asyncio.timeout(10):
         async for item in bus.tail("event", tenant="acme", job="*"):

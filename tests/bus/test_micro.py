@@ -39,7 +39,8 @@ async def test_answers_are_those_of_the_protocol_as_its_own_client_reads_them(bu
         assert answer.metadata == ABOUT
         assert answer.type == f"io.nats.micro.v1.{kind}_response"
     assert (info.endpoints[0].subject, info.description) == ("rollout.run.*.*", "Play one episode.")
-    assert (stats.endpoints[0].num_requests, stats.endpoints[0].data["busy"]) == (12, True)
+    (work,) = stats.endpoints
+    assert (work.num_requests, work.data) == (12, {"busy": True, "gauges": {"sessions": 3.0}})
 
 
 async def test_who_is_asked_for_answers_and_who_left_does_not(bus: Bus, present: Presence):

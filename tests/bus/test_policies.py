@@ -22,12 +22,13 @@ from nexus_bus.errors import BadJob, BadMessage, ContractError, NotFound
 from nexus_bus.models.bases import describe_backbone
 from nexus_bus.models.contract import build_contract
 from nexus_bus.plan import compile_plan
+from nexus_bus.serving import introduce
 from nexus_bus.worker import Context, Pulse
 from schemas.events import Event
 from schemas.job import EnvironmentSpec, EvaluationSpec, HeadSpec, JobSpec, LoraSpec, Ppo, RetentionSpec
 from schemas.plan import JobState
 from schemas.policy import PolicyImport, PolicyVersion, TrainingState
-from workers.master import DURABLE, Master
+from workers.master import Master
 
 TOUCH = EnvironmentSpec(id="tabletop", task="touch")
 BASE = describe_backbone("nexus-nano")
@@ -44,9 +45,8 @@ async def master(bus: Bus) -> AsyncIterator[Master]:
     context = Context("master", "master-0", bus, None, asyncio.Event(), Pulse(), cast(Any, structlog.get_logger()), "host")
     master = Master(context)
     master.policies.grace_s = 0.0
-    serving = asyncio.create_task(
-        bus.consume(DURABLE, master.handle, stop=context.stop, on_bad=master.refuse_undecodable, on_dead=master.given_up)
-    )
+    await introduce(bus, "acme")
+    serving = asyncio.create_task(master.serve())
     yield master
     context.stop.set()
     await serving

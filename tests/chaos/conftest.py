@@ -1,5 +1,7 @@
 """One service for all tests of chaos, and what the two jobs come to in peace."""
 
+import asyncio
+import itertools
 from collections.abc import AsyncIterator
 
 import pytest
@@ -7,6 +9,7 @@ import pytest_asyncio
 
 from ops.bench.faults_rig import House, Outcome, house, rl, sft
 
+names = (f"job-{n}" for n in itertools.count())  # no job has the name of another
 Peace = dict[str, Outcome]  # by kind of job
 
 
@@ -25,3 +28,18 @@ async def peace(service: House) -> Peace:
         assert one.phase == "completed", one.reason
         assert one.learned == one.used_records == one.expected
     return found
+
+
+def same(found: Outcome, calm: Outcome) -> None:
+    """As if nothing had happened."""
+    assert found.phase == "completed", found.reason
+    assert (found.lost, found.twice, found.dead) == (0, 0, 0)
+    assert found.numbers == calm.numbers, "weights, optimizer and generator are equal to the bit"
+    assert (found.learned, found.used_records, found.used_steps) == (calm.learned, calm.used_records, calm.used_steps)
+
+
+async def under_fire(service: House, peace: Peace, within: float = 150.0) -> None:
+    """Both jobs of one tenant, and one of another beside them; all come to what they come to in peace."""
+    jobs = [("acme", rl(next(names))), ("acme", sft(next(names))), ("beta", rl(next(names)))]
+    for (_, spec), found in zip(jobs, await asyncio.gather(*(service.run(*job, within) for job in jobs)), strict=True):
+        same(found, peace[spec.kind])

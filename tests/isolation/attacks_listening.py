@@ -151,7 +151,7 @@ async def reserved_reply_subjects(siege: Siege, intruder: Attacker) -> str | Non
     for reply in (
         "_R_.abcdef",
         "_GR_.x.y.z",
-        "$JS.ACK.JOBS.master.1.1.1.1.0",
+        f"$JS.ACK.JOBS.orders-{VICTIM}.1.1.1.1.0",
         "$JS.FC.x",
         "$SYS.REQ.CLAIMS.LIST",
         "a..b",

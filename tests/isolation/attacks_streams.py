@@ -24,7 +24,7 @@ STREAMS = (
     "KV_registry",
     "OBJ_blobs",
 )
-ACK = "$JS.ACK.JOBS.master.1.1.1.1700000000000000000.0"
+ACK = f"$JS.ACK.JOBS.orders-{VICTIM}.1.1.1.1700000000000000000.0"
 
 
 def _json(content: Any) -> bytes:
@@ -144,29 +144,36 @@ async def consumers_made_and_broken(_siege: Siege, intruder: Attacker) -> str | 
     for name in STREAMS:
         for verb in ("LIST", "NAMES", "CREATE"):
             await intruder.send(f"$JS.API.CONSUMER.{verb}.{name}", config)
-    for on in ("JOBS.master", f"INFERENCE.infer-{VICTIM}", f"TRAINING.train-{VICTIM}-{JOB}", f"ROLLOUT.data-{VICTIM}"):
+    for on in (
+        f"JOBS.orders-{VICTIM}",
+        f"INFERENCE.infer-{VICTIM}",
+        f"TRAINING.train-{VICTIM}-{JOB}",
+        f"ROLLOUT.data-{VICTIM}",
+    ):
         for verb in ("DURABLE.CREATE", "PAUSE", "INFO", "UNPIN", "RESET", "DELETE"):
             await intruder.send(f"$JS.API.CONSUMER.{verb}.{on}", config)
     taken = await intruder.any_of(
-        "$JS.API.CONSUMER.NAMES.JOBS", f"$JS.API.CONSUMER.INFO.INFERENCE.infer-{VICTIM}", "$JS.API.CONSUMER.DELETE.JOBS.master"
+        "$JS.API.CONSUMER.NAMES.JOBS",
+        f"$JS.API.CONSUMER.INFO.INFERENCE.infer-{VICTIM}",
+        f"$JS.API.CONSUMER.DELETE.JOBS.orders-{VICTIM}",
     )
     return taken or _came(intruder, "_INBOX.theft")
 
 
 @attack("Messages taken from consumers of workers, so that those never see them.")
 async def messages_taken_from_workers(_siege: Siege, intruder: Attacker) -> str | None:
-    pairs = ("JOBS.master", f"INFERENCE.infer-{VICTIM}", f"TRAINING.train-{VICTIM}-{JOB}", f"ROLLOUT.data-{VICTIM}")
+    pairs = (f"JOBS.orders-{VICTIM}", f"INFERENCE.infer-{VICTIM}", f"TRAINING.train-{VICTIM}-{JOB}", f"ROLLOUT.data-{VICTIM}")
     return await intruder.any_of(*(f"$JS.API.CONSUMER.MSG.NEXT.{one}" for one in pairs), payload=_json({"batch": 10}))
 
 
 @attack("Deliveries to others acknowledged, terminated and delayed in their place; flow control answered.")
 async def acknowledgements_forged(_siege: Siege, intruder: Attacker) -> str | None:
-    consumers = (f"INFERENCE.infer-{VICTIM}", f"ROLLOUT.data-{VICTIM}", "JOBS.master")
+    consumers = (f"INFERENCE.infer-{VICTIM}", f"ROLLOUT.data-{VICTIM}", f"JOBS.orders-{VICTIM}")
     for body in (b"+ACK", b"+TERM", b"-NAK", b"+NXT"):
         for one in consumers:
             await intruder.send(f"$JS.ACK.{one}.1.1.1.1700000000000000000.0", body)
             await intruder.send(f"$JS.ACK._.{'A' * 8}.{one}.1.1.1.1700000000000000000.0.x", body)
-    return await intruder.any_of(ACK, "$JS.FC.JOBS.master.x", "$JSC.CI.x.JOBS.master", payload=b"+NXT 10")
+    return await intruder.any_of(ACK, f"$JS.FC.JOBS.orders-{VICTIM}.x", f"$JSC.CI.x.JOBS.orders-{VICTIM}", payload=b"+NXT 10")
 
 
 @attack("The registry read: accounts, jobs, versions and states under the victim's name.")

@@ -38,7 +38,7 @@ from schemas.tenant import TenantLimits
 from schemas.usage import Audit, Usage
 from tests.isolation.attacker import Attacker, attacker
 from workers.gateway import Gateway
-from workers.master import DURABLE, Master
+from workers.master import Master
 
 VICTIM, INTRUDER, NAMESAKE = "acme", "mallory", "acme-2"
 MARK = "quartz-heron"  # in everything of the victim's, and in nothing else
@@ -210,10 +210,10 @@ async def besieged(url: str, authority: Path) -> AsyncIterator[Siege]:
         stop = asyncio.Event()
         for name in keys:
             await ensure_tenant(bus, name)
-        master = Master(_context("master", head, MasterConfig()))
+        master = Master(_context("master", head, MasterConfig(), stop))
         await master.quotas.allowances.load()
         serving = [
-            head.consume(DURABLE, master.handle, stop=stop, on_bad=master.refuse_undecodable, on_dead=master.given_up),
+            master.serve(),
             *(hand.consume(inference_durable(name), _answering(siege, hand), stop=stop) for name in (INTRUDER, NAMESAKE)),
         ]
         tasks = [asyncio.create_task(one) for one in serving]
@@ -225,8 +225,8 @@ async def besieged(url: str, authority: Path) -> AsyncIterator[Siege]:
             siege.open_request.cancel()
 
 
-def _context(role: Any, bus: Bus, config: Any) -> Context:
-    return Context(role, f"{role}-0", bus, config, asyncio.Event(), Pulse(), cast(Any, structlog.get_logger()), "host")
+def _context(role: Any, bus: Bus, config: Any, stop: asyncio.Event | None = None) -> Context:
+    return Context(role, f"{role}-0", bus, config, stop or asyncio.Event(), Pulse(), cast(Any, structlog.get_logger()), "host")
 
 
 async def _ended(tasks: list[asyncio.Task[None]], stop: asyncio.Event) -> None:

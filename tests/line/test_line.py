@@ -197,9 +197,13 @@ def _pid(service: Service, worker: str) -> int:
         if entry.name.isdecimal():
             try:
                 words = (entry / "cmdline").read_bytes().split(b"\0")
+                became = (entry / "comm").read_text().strip() == worker  # a spare process, see nexus_bus/spare.py
+                home = (entry / "environ").read_bytes().split(b"\0")
             except OSError:
                 continue
             if worker.encode() in words and service.url.encode() in words:
+                return int(entry.name)
+            if became and f"NEXUS_HOME={service.home}".encode() in home:
                 return int(entry.name)
     raise AssertionError(f"{worker} does not run")
 

@@ -23,7 +23,7 @@ from nexus_bus.models.contract import build_contract
 from nexus_bus.worker import Context, Pulse
 from schemas.job import EnvironmentSpec, HeadSpec
 from schemas.policy import PolicyVersion
-from workers.master import DURABLE, Master
+from workers.master import Master
 
 Run = Callable[..., Awaitable[tuple[int, str, str]]]
 
@@ -37,7 +37,7 @@ async def nexus(
     monkeypatch.setenv("NEXUS_TENANT", "acme")
     monkeypatch.setattr("nexus_bus.logs.start", lambda *_: None)  # logging is the process's, and other tests are in it
     context = Context("master", "master-0", bus, None, asyncio.Event(), Pulse(), cast(Any, structlog.get_logger()), "host")
-    serving = asyncio.create_task(bus.consume(DURABLE, Master(context).handle, stop=context.stop))
+    serving = asyncio.create_task(Master(context).serve())
 
     async def run(*words: object) -> tuple[int, str, str]:
         code = await asyncio.to_thread(main, [str(word) for word in words])

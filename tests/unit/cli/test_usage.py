@@ -17,7 +17,7 @@ from nexus_bus.clock import now
 from nexus_bus.config import MasterConfig
 from nexus_bus.worker import Context, Pulse
 from schemas.usage import Usage
-from workers.master import DURABLE, Master
+from workers.master import Master
 
 Run = Callable[..., Awaitable[tuple[int, str, str]]]
 DOCUMENT = """
@@ -39,7 +39,7 @@ async def nexus(
     monkeypatch.setattr("nexus_bus.logs.start", lambda *_: None)  # logging is the process's, and other tests are in it
     settings, log = MasterConfig(max_jobs=1, max_queued=2), cast(Any, structlog.get_logger())
     context = Context("master", "master-0", bus, settings, asyncio.Event(), Pulse(), log, "host")
-    serving = asyncio.create_task(bus.consume(DURABLE, Master(context).handle, stop=context.stop))
+    serving = asyncio.create_task(Master(context).serve())
 
     async def run(*words: object) -> tuple[int, str, str]:
         code = await asyncio.to_thread(main, [str(word) for word in words])

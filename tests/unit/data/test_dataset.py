@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
+from nexus_bus.data import film_writer, layout_v30
 from nexus_bus.data import writer as writer_module
 from nexus_bus.data.reader import Dataset
 from nexus_bus.data.writer import DatasetWriter
@@ -94,19 +95,30 @@ def test_statistics_are_over_all_frames_with_true_quantiles(root: Path) -> None:
     assert len(Dataset(root).stats("observation.images.front").mean) == 3
 
 
+def test_statistics_are_computed_whatever_the_files_state(root: Path) -> None:
+    """A dataset whose stats.json is of other frames must not move a robot."""
+    _edit(root, "meta/stats.json", action={"min": [0.0, 0.0], "q01": [5.0, 5.0]})
+    actions = np.concatenate([frames["action"] for frames in EPISODES]).astype(np.float64)
+    np.testing.assert_allclose(Dataset(root).stats("action").q01, np.quantile(actions, 0.01, axis=0))
+
+
 def test_a_missing_statistic_is_an_error_never_a_default(root: Path) -> None:
     path = root / "meta/stats.json"
+    key = "observation.images.front"
     stats = json.loads(path.read_text())
-    with pytest.raises(ContractError, match=r"no statistics of 'observation\.environment_state'; there are action"):
+    with pytest.raises(ContractError, match=r"no feature 'observation\.environment_state'; there are action"):
         Dataset(root).stats("observation.environment_state")
-    del stats["action"]["q99"]
+    del stats[key]["q99"]
     path.write_text(json.dumps(stats))
-    with pytest.raises(ContractError, match="action has no q99"):
-        Dataset(root).stats("action")
-    stats["action"]["q99"] = [1.0]
+    with pytest.raises(ContractError, match="front has no q99"):
+        Dataset(root).stats(key)
+    stats[key]["q99"] = [1.0]
     path.write_text(json.dumps(stats))
-    with pytest.raises(ContractError, match=r"action\.q99 is not 2 finite numbers"):
-        Dataset(root).stats("action")
+    with pytest.raises(ContractError, match=r"front\.q99 is not 3 finite numbers"):
+        Dataset(root).stats(key)
+    path.write_text("{}")
+    with pytest.raises(ContractError, match=r"no statistics of 'observation\.images\.front'"):
+        Dataset(root).stats(key)
 
 
 def test_the_layout_is_lerobot_v3(root: Path) -> None:
@@ -152,8 +164,8 @@ def test_films_come_back_at_the_right_frame(tmp_path: Path) -> None:
 
 def test_files_rotate_and_films_count_on_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writer_module, "DATA_MB", 0)
-    monkeypatch.setattr(writer_module, "VIDEO_MB", 0)
-    monkeypatch.setattr(writer_module, "CHUNK", 2)
+    monkeypatch.setattr(film_writer, "VIDEO_MB", 0)
+    monkeypatch.setattr(layout_v30, "CHUNK", 2)
     root = write(tmp_path / "set", "video")
     assert sorted(str(p.relative_to(root)) for p in root.glob("data/*/*")) == [
         "data/chunk-000/file-000.parquet", "data/chunk-000/file-001.parquet", "data/chunk-001/file-000.parquet",
@@ -209,7 +221,7 @@ def test_a_killed_writer_leaves_nothing_that_looks_like_a_dataset(tmp_path: Path
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"action": np.zeros((4, 2), np.float32)}, r"episode\.action: shape \[4, 2\]"),
+        ({"action": np.zeros((4, 2), np.float32)}, r"episode\.action: 4 frames, expected 5"),
         ({"action": np.zeros((5, 3), np.float32)}, r"episode\.action: shape \[5, 3\]"),
         ({"action": np.zeros((5, 2))}, r"episode\.action: dtype float64"),
         ({"action": np.full((5, 2), np.nan, np.float32)}, r"episode\.action: holds a value that is not finite"),
@@ -241,9 +253,14 @@ def test_paths_that_lead_out_of_the_dataset_are_refused(root: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"codebase_version": "v2.1"}, r"'v2\.1', this reader takes v3\.0"),
-        ({"total_frames": 17}, "16 rows"),
-        ({"features": 3}, "not a whole"),
+        ({"codebase_version": "v1.6"}, r"'v1\.6', this reader takes v2\.0, v2\.1, v3\.0"),
+        ({"codebase_version": "v2.1"}, r"data_path is .*; a path may hold \{episode_chunk\}, \{episode_index\}"),
+        ({"total_frames": 17}, "total_frames is 17, the episodes have 16 rows"),
+        ({"features": 3}, "features is 3, expected an object"),
+        ({"fps": 0}, "fps is 0, expected a number"),
+        ({"fps": "10"}, "fps is '10', expected a number"),
+        ({"data_path": "data/{chunk_index:0999999999d}"}, "data_path is .* a path may hold {chunk_index}, {file_index}"),
+        ({"data_path": "{file_index.__class__}"}, "data_path is"),
     ],
 )
 def test_datasets_that_contradict_themselves_are_refused(root: Path, changes: dict[str, Any], text: str) -> None:
@@ -255,7 +272,7 @@ def test_datasets_that_contradict_themselves_are_refused(root: Path, changes: di
 def test_a_truncated_file_is_refused(root: Path) -> None:
     path = root / "data/chunk-000/file-000.parquet"
     path.write_bytes(path.read_bytes()[:-20])
-    with pytest.raises(BadMessage, match="not a whole LeRobot dataset"):
+    with pytest.raises(BadMessage, match=r"file-000\.parquet: no whole parquet file: its footer is missing"):
         Dataset(root)
 
 
@@ -265,3 +282,17 @@ def test_the_same_frames_give_the_same_bytes(root: Path, tmp_path: Path) -> None
 
 def _digest(root: Path) -> dict[str, str]:
     return {str(p.relative_to(root)): hashlib.sha256(p.read_bytes()).hexdigest() for p in root.rglob("*") if p.is_file()}
+
+
+def test_a_dataset_that_was_recorded_anew_is_not_mixed_with_the_old_one(tmp_path: Path) -> None:
+    root = write(tmp_path / "set", "video")
+    old = Dataset(root)
+    assert not old.replaced
+    with DatasetWriter(root, 10, features("video"), "tabletop") as writer:
+        writer.add_episode(EPISODES[1], "another task")
+        writer.finalize()
+    assert old.replaced
+    np.testing.assert_array_equal(old.chunk(0, 1).actions[0], EPISODES[0]["action"][0])  # what is open is the old one still
+    with pytest.raises(Conflict, match="recorded anew while it was read; open it again"):
+        old.images(0)
+    assert Dataset(root).tasks == {"another task": 0}

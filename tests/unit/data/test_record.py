@@ -63,7 +63,7 @@ def test_noise_moves_the_robot_but_not_the_labels_and_failures_are_left_out(tmp_
     assert info.attempts > info.episodes
     dataset = Dataset(tmp_path / "set")
     assert all(episode.end - episode.begin <= 12 for episode in dataset.episodes)
-    assert np.abs(dataset._actions).max() <= 1.0
+    assert np.abs(np.concatenate([columns["action"] for _, columns in dataset.numbers(["action"])])).max() <= 1.0
 
 
 @pytest.mark.gl

@@ -1,5 +1,12 @@
-"""A simulator that does what a test tells it, and a catalogue entry for it."""
+"""Simulators that do what a test tells them: one for the catalogue of this process, one for a child, which misbehaves."""
 
+import ctypes
+import os
+import sys
+import time
+from typing import Any
+
+import gymnasium
 import numpy as np
 import pytest
 
@@ -75,3 +82,92 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> type[Fake]:
     )
     monkeypatch.setitem(catalog.ENVIRONMENTS, "fake", entry)
     return Fresh
+
+
+MISDEEDS = ("none", "segfault", "hang", "memory", "prints", "asks", "raises", "exits", "forks", "nan")
+
+
+class Unruly(gymnasium.Env[Any, Any]):
+    """The first number of an action says what it does wrong; for `own`, hence with LeRobot's names."""
+
+    metadata = {"render_modes": ["rgb_array"]}  # noqa: RUF012 - Gymnasium's way
+    action_space = gymnasium.spaces.Box(0.0, len(MISDEEDS), (1,), np.float32)
+    observation_space = gymnasium.spaces.Dict(
+        pixels=gymnasium.spaces.Dict(dict.fromkeys(("wrist", "front"), gymnasium.spaces.Box(0, 255, (8, 8, 3), np.uint8))),
+        agent_pos=gymnasium.spaces.Box(-np.inf, np.inf, (2,), np.float64),
+    )
+    task_description = "behave"
+    _max_episode_steps = 40
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.count, self.kept = 0, []
+        self.look = self.np_random.integers(0, 255, (8, 8, 3), np.uint8)
+        return self._seen(), {"is_success": False}
+
+    def step(self, action: np.ndarray) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        self.count += 1
+        getattr(self, MISDEEDS[int(action[0])])()
+        return self._seen(), 0.0, False, False, {"is_success": self.count == 30}
+
+    def _seen(self) -> dict[str, Any]:
+        return {"pixels": {"wrist": self.look, "front": self.look[::-1]}, "agent_pos": np.array([self.count, 0.5])}
+
+    def none(self) -> None:
+        """Nothing."""
+
+    def segfault(self) -> None:
+        ctypes.string_at(0)
+
+    def hang(self) -> None:
+        while True:
+            time.sleep(1)
+
+    def memory(self) -> None:
+        for _ in range(4000):
+            self.kept.append(np.ones(1 << 17))  # a megabyte, touched
+            time.sleep(0.001)
+        self.hang()
+
+    def prints(self) -> None:
+        for _ in range(2000):
+            print("noise " * 20)  # noqa: T201
+            print("more noise", file=sys.stderr)  # noqa: T201
+        os.write(1, b"\x00\xff" * 10_000)
+
+    def asks(self) -> None:
+        assert sys.stdin.read() == ""
+        assert os.read(0, 1) == b""
+
+    def raises(self) -> None:
+        raise RuntimeError("joint left the room")
+
+    def exits(self) -> None:
+        sys.stderr.write("license server not found\n")
+        sys.stderr.flush()
+        os._exit(3)
+
+    def forks(self) -> None:
+        """A process of its own that outlives it and holds whatever it inherited."""
+        if os.fork() == 0:
+            time.sleep(60)
+            os._exit(0)
+        os._exit(4)
+
+    def nan(self) -> None:
+        self.look = self.look
+        self.count = float("nan")  # type: ignore[assignment]
+
+
+def make_unruly() -> Unruly:
+    return Unruly()
+
+
+def make_hub(n_envs: int = 1, use_async_envs: bool = False) -> dict[str, dict[int, Any]]:
+    """EnvHub's contract: vectors by suite and number."""
+    assert not use_async_envs
+    return {
+        "drawer": {
+            number: gymnasium.vector.SyncVectorEnv([make_unruly] * n_envs, autoreset_mode="SameStep") for number in (0, 1)
+        }
+    }

@@ -36,6 +36,35 @@ def test_metaworld_conforms(task: str) -> None:
     assert check(EnvironmentSpec(id="metaworld", task=task)) == []
 
 
+@pytest.mark.gl
+@pytest.mark.parametrize("task", ["Pusher-v5", "Reacher-v5"])
+def test_a_registered_gymnasium_environment_conforms(task: str) -> None:
+    options: dict[str, Scalar] = {"instruction": "do it", "max_steps": 30, "image_size": 64}
+    assert check(EnvironmentSpec(id="gymnasium", task=task, options=options)) == []
+
+
+def test_resets_that_leave_something_behind_are_found(fake: type[Fake]) -> None:
+    kept: list[np.ndarray] = []
+    reset = fake.reset
+
+    def leaking(self: Fake, seed: int) -> None:
+        kept.append(np.ones(1 << 20))  # 8 MB
+        reset(self, seed)
+
+    fake.reset = leaking  # type: ignore[method-assign]
+    assert "resets leave nothing behind" in {finding.rule for finding in check(SPEC, resets=30)}
+    fake.reset = reset  # type: ignore[method-assign]
+    assert "resets leave nothing behind" not in {finding.rule for finding in check(SPEC, resets=30)}
+
+
+def test_a_task_without_a_sentence_is_found(fake: type[Fake]) -> None:
+    def observe(self: Fake) -> Observed:
+        return Observed({"front": np.eye(4, dtype=np.uint8)[..., None].repeat(3, 2)}, np.zeros(2, np.float32), " ")
+
+    fake.observe = observe  # type: ignore[method-assign]
+    assert "no instruction: a policy is told nothing" in {finding.seen for finding in check(SPEC)}
+
+
 def test_the_check_finds_a_broken_simulator(fake: type[Fake]) -> None:
     looks = iter(range(1_000_000))
 
@@ -45,4 +74,4 @@ def test_the_check_finds_a_broken_simulator(fake: type[Fake]) -> None:
     fake.observe = observe  # type: ignore[method-assign]
     broken = {finding.rule for finding in check(SPEC)}
     assert {"gives what its description says", "the same seed gives the same episode", "a chunk is its actions"} <= broken
-    assert fake.closed == 1
+    assert fake.closed == 2  # the second time is a check of its own

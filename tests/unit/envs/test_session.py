@@ -7,6 +7,8 @@ import pytest
 from fake_simulator import SPEC, Fake
 
 from nexus_bus.envs.session import Session
+from nexus_bus.envs.simulator import Observed
+from nexus_bus.envs.stepped import restart, termination, transition, truncation
 from nexus_bus.errors import BadMessage, ContractError, EnvironmentFault, NotFound
 from schemas.job import EnvironmentSpec
 
@@ -132,3 +134,27 @@ def test_an_environment_whose_package_is_missing_says_how_to_install_it(
     monkeypatch.delitem(sys.modules, "nexus_bus.envs.minigrid", raising=False)
     with pytest.raises(NotFound, match=r"pip install 'nexus-bus\[minigrid\]'"):
         Session(EnvironmentSpec(id="minigrid", task="goto"))
+
+
+def test_recorded_initial_states_are_chosen_by_the_trial(fake: type[Fake]) -> None:
+    chosen: list[int] = []
+    fake.choose = lambda self, trial: chosen.append(trial)  # type: ignore[attr-defined]
+    session = Session(SPEC)
+    session.reset(7, 0)
+    session.reset(7, 49)
+    assert chosen == [0, 49]
+
+
+def test_the_four_constructors_cannot_contradict_themselves() -> None:
+    seen = Observed({}, np.zeros(1, np.float32), "count")
+    begun, going = restart(seen), transition(seen, [0.0], [False])
+    won, lost = termination(seen, [1.0], [True]), termination(seen, [0.0], [False])
+    cut = truncation(seen, [0.0, 0.0], [False, False])
+    assert [(s.executed, s.terminated, s.truncated, s.end) for s in (begun, going, won, lost, cut)] == [
+        (0, False, False, "running"),
+        (1, False, False, "running"),
+        (1, True, False, "success"),
+        (1, True, False, "failure"),
+        (2, False, True, "time_limit"),
+    ]
+    assert cut.observed is seen  # the final one, for the bootstrap

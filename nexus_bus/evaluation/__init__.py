@@ -1,0 +1,1 @@
+"""Evaluation as a service: protocols, records of episodes, films, statistics, reports and comparisons."""

@@ -1,0 +1,120 @@
+"""Protocols: a file becomes an eval job, a job says which protocol it follows, and two say in what they differ. Without torch."""
+
+from typing import Any, NoReturn
+
+import msgspec
+
+from nexus_bus.envs.catalog import EnvDescription, describe, entry_of, options_of
+from nexus_bus.errors import BadJob
+from schemas.evaluation import Protocol
+from schemas.job import EnvironmentSpec, EvaluationSpec, JobSpec, Scalar
+from schemas.plan import Plan
+
+_AS_OPTIONS = ("max_steps", "wait_steps", "image_size", "orientation")  # fields that are options of the environments that have them
+_FIXED: dict[str, Scalar] = {"wait_steps": 0, "orientation": "upright"}  # what those are that have no such option
+_FREE = ("films", "policy")  # fields that change no score
+
+
+def parts(protocol: Protocol) -> tuple[EnvironmentSpec, EvaluationSpec]:
+    """The tables of a job document that mean this protocol.
+
+    Raises:
+        BadJob, NotFound: the environment has no such task or option, or cannot do what is asked; begins with the field.
+    """
+    tasks = protocol.tasks
+    entry = entry_of(EnvironmentSpec(id=protocol.environment, task=tasks[0])) if tasks else _any(protocol.environment)
+    tasks = tasks or tuple(entry.tasks)
+    if not tasks:
+        raise BadJob(f"tasks: {protocol.environment} has no list of them; name those that you mean")
+    options = dict(protocol.options)
+    for name in _AS_OPTIONS:
+        value = getattr(protocol, name)
+        if value is None:
+            continue
+        if name in options and options[name] != value:
+            raise BadJob(f"{name}: {value}, and options.{name} is {options[name]}; say it once")
+        if name in entry.options:
+            options[name] = value
+        elif value != _FIXED.get(name):
+            _refuse(name, value, protocol.environment)
+    if protocol.success == "last_step" and options.setdefault("end_on_success", False):
+        raise BadJob('success: "last_step" means nothing where an episode ends at its first success; leave out end_on_success')
+    environment = EnvironmentSpec(id=protocol.environment, task=tasks[0], options=options, execute=protocol.execute)
+    evaluation = EvaluationSpec(
+        episodes=protocol.trials, seed=protocol.seed, success=protocol.success, simulator=protocol.simulator,
+        films=protocol.films, tasks=tasks if len(tasks) > 1 else (),
+    )  # fmt: skip
+    described(environment, evaluation)
+    return environment, evaluation
+
+
+def _any(environment: str) -> Any:
+    """The entry of an environment of which no task is named."""
+    try:
+        return entry_of(EnvironmentSpec(id=environment, task=""))
+    except msgspec.ValidationError as error:  # pragma: no cover - a str is a str
+        raise BadJob(f"environment: {error}") from error
+
+
+def _refuse(name: str, value: object, environment: str) -> NoReturn:
+    fixed = f"its are {_FIXED[name]!r}" if name in _FIXED else "it has no such setting"
+    raise BadJob(f"{name}: {value!r} cannot be had of {environment}: {fixed}; leave it out")
+
+
+def described(environment: EnvironmentSpec, evaluation: EvaluationSpec | None) -> list[EnvDescription]:
+    """What a policy must fit, of each task of an evaluation.
+
+    Raises:
+        NotFound, BadJob: a task that does not exist, is there twice, or does not fit the others; another simulator than asked for.
+    """
+    tasks = evaluation.tasks if evaluation is not None else ()
+    if len(set(tasks)) < len(tasks):
+        twice = next(task for task in tasks if tasks.count(task) > 1)
+        raise BadJob(f"evaluation.tasks: {twice!r} is there twice; more trials of each task are evaluation.episodes")
+    found = [describe(msgspec.structs.replace(environment, task=task)) for task in tasks or (environment.task,)]
+    for task, one in zip(tasks, found, strict=False):
+        if (one.action, one.observation) != (found[0].action, found[0].observation):
+            raise BadJob(f"evaluation.tasks: {task!r} has other actions or observations than {tasks[0]!r}; evaluate it alone")
+    if evaluation is not None and evaluation.simulator and found[0].simulator != evaluation.simulator:
+        raise BadJob(f"evaluation.simulator: {evaluation.simulator!r} is asked for, here is {found[0].simulator!r}")
+    return found
+
+
+def protocol_of(plan: Plan) -> Protocol:
+    """The whole protocol that a job's evaluations follow, with nothing left to defaults. Raises BadJob if it has none."""
+    spec, evaluation = plan.spec, plan.spec.evaluation
+    if evaluation is None or spec.environment is None:
+        raise BadJob(f"job: {spec.name!r} evaluates nothing; `nexus eval --policy {spec.name}@latest` does")
+    options = options_of(spec.environment)
+    own = {name: options.pop(name, _FIXED.get(name)) for name in _AS_OPTIONS}
+    return Protocol(
+        environment=spec.environment.id, tasks=evaluation.tasks or (spec.environment.task,), trials=evaluation.episodes,
+        seed=evaluation.seed, success=evaluation.success, execute=plan.execute, options=options, films=evaluation.films,
+        simulator=evaluation.simulator or plan.simulator, policy=spec.init if spec.kind == "eval" else None, **own,  # type: ignore[arg-type]  # checked options
+    )  # fmt: skip
+
+
+def differences(a: Protocol, b: Protocol) -> list[str]:
+    """In what two protocols differ, a phrase each; empty if scores under them can be compared."""
+    found: list[str] = []
+    for name in Protocol.__struct_fields__:
+        one, other = getattr(a, name), getattr(b, name)
+        if name == "options":
+            found += [
+                f"options.{key}: {one.get(key)!r} and {other.get(key)!r}"
+                for key in sorted(one.keys() | other.keys())
+                if one.get(key) != other.get(key)
+            ]
+        elif name not in _FREE and one != other:
+            found.append(f"{name}: {_brief(one)} and {_brief(other)}")
+    return found
+
+
+def _brief(value: Any) -> str:
+    return " ".join(value) if isinstance(value, tuple) else repr(value)
+
+
+def eval_job(protocol: Protocol, policy: str, name: str) -> JobSpec:
+    """The eval job of one policy under a protocol. Raises as `parts`."""
+    environment, evaluation = parts(protocol)
+    return JobSpec(kind="eval", name=name, init=policy, environment=environment, evaluation=evaluation)

@@ -1,0 +1,199 @@
+"""Whatever a simulator does, its host says what it was, the others live, and the parent's loop goes on."""
+
+import asyncio
+import contextlib
+import os
+from collections.abc import AsyncIterator
+
+import numpy as np
+import psutil
+import pytest
+from fake_simulator import MISDEEDS
+
+from nexus_bus.envs.host import SimulatorHost
+from nexus_bus.errors import BadJob, EnvironmentFault, NotFound
+from nexus_bus.tensors import decode_image, from_tensor, to_tensor
+from schemas.environment import SessionCall
+from schemas.job import EnvironmentSpec
+
+SPEC = EnvironmentSpec(id="own", task="default", image_encoding="raw")
+TARGET = "fake_simulator:make_unruly"
+MB = 1 << 20
+
+
+def doing(misdeed: str) -> SessionCall:
+    return SessionCall(op="step", actions=to_tensor(np.array([[MISDEEDS.index(misdeed)]], np.float32)))
+
+
+async def ready(**options: float) -> tuple[SimulatorHost, int]:
+    host = await SimulatorHost.start(own=TARGET, **options)  # type: ignore[arg-type]
+    session = await host.open(SPEC)
+    await host.call(session, SessionCall(op="reset", seed=1))
+    return host, session
+
+
+@pytest.fixture
+async def host() -> AsyncIterator[tuple[SimulatorHost, int]]:
+    one, session = await ready()
+    yield one, session
+    await one.stop()
+
+
+async def fault_of(host: SimulatorHost, session: int, misdeed: str) -> str:
+    with pytest.raises(EnvironmentFault) as caught:
+        await host.call(session, doing(misdeed))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("misdeed", "said"),
+    [
+        ("segfault", "ended by SIGSEGV"),
+        ("exits", "ended with code 3: license server not found"),
+        ("forks", "ended with code 4"),  # although its own child keeps the socket open
+    ],
+)
+async def test_a_simulator_that_dies_is_told_with_its_last_words(
+    host: tuple[SimulatorHost, int], misdeed: str, said: str
+) -> None:
+    one, session = host
+    assert said in await fault_of(one, session, misdeed)
+    assert not one.alive
+
+
+async def test_a_simulator_that_makes_no_progress_is_ended() -> None:
+    host, session = await ready(call_timeout=0.5)
+    assert "no answer to step within 0.5 s" in await fault_of(host, session, "hang")
+    assert not host.alive
+    await host.stop()
+    assert not psutil.pid_exists(host.pid)
+
+
+async def test_a_simulator_that_eats_memory_is_ended_while_the_loop_goes_on() -> None:
+    host, session = await ready()
+    host._memory = psutil.Process(host.pid).memory_info().rss + 200 * MB
+    turns = 0
+
+    async def turn() -> None:
+        nonlocal turns
+        while True:
+            await asyncio.sleep(0.01)
+            turns += 1
+
+    turning = asyncio.create_task(turn())
+    said = await fault_of(host, session, "memory")
+    turning.cancel()
+    assert "of memory, more than its limit of" in said
+    assert turns > 5
+    await host.stop()
+
+
+async def test_what_a_simulator_prints_disturbs_nobody(host: tuple[SimulatorHost, int]) -> None:
+    one, session = host
+    for _ in range(3):
+        reply = await one.call(session, doing("prints"))
+    assert reply.steps == 3
+    assert (one._folder / "stderr").stat().st_size > 0
+
+
+async def test_noise_is_not_kept_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nexus_bus.envs.host.NOISE", 1000)
+    monkeypatch.setattr("nexus_bus.envs.host.WATCH_S", 0.02)
+    host, session = await ready()
+    await host.call(session, doing("prints"))
+    async with asyncio.timeout(10):
+        while (host._folder / "stderr").stat().st_size:
+            await asyncio.sleep(0.01)
+    await host.call(session, doing("prints"))
+    assert "ended with code 3: license server not found" in await fault_of(host, session, "exits")
+    await host.stop()
+
+
+async def test_a_simulator_that_asks_gets_nothing_and_goes_on(host: tuple[SimulatorHost, int]) -> None:
+    one, session = host
+    assert (await one.call(session, doing("asks"))).steps == 1
+
+
+@pytest.mark.parametrize(("misdeed", "said"), [("raises", "joint left the room"), ("nan", "state is not finite")])
+async def test_a_fault_costs_its_own_session_alone(host: tuple[SimulatorHost, int], misdeed: str, said: str) -> None:
+    one, session = host
+    other = await one.open(SPEC)
+    await one.call(other, SessionCall(op="reset", seed=2))
+    assert said in await fault_of(one, session, misdeed)
+    assert (await one.call(other, doing("none"))).steps == 1
+    with pytest.raises(NotFound):
+        await one.call(session, doing("none"))
+
+
+def members(group: int) -> list[int]:
+    found: list[int] = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, ProcessLookupError):
+            if process.status() != psutil.STATUS_ZOMBIE and os.getpgid(process.pid) == group:
+                found.append(process.pid)
+    return found
+
+
+async def test_what_a_simulator_started_ends_with_its_host(host: tuple[SimulatorHost, int]) -> None:
+    one, session = host
+    group = one.pid
+    await fault_of(one, session, "forks")
+    await one.stop()
+    async with asyncio.timeout(10):
+        while left := members(group):
+            assert one.pid not in left
+            await asyncio.sleep(0.02)
+
+
+async def test_nonsense_from_a_child_is_a_fault(host: tuple[SimulatorHost, int]) -> None:
+    one, session = host
+    one._reader.feed_data(b"\xff\xff\xff\xff")  # a length of 4 GB
+    assert "answered nonsense" in await fault_of(one, session, "none")
+
+
+async def test_lerobots_contract_is_taken_as_it_is(host: tuple[SimulatorHost, int]) -> None:
+    one, session = host
+    known = await one.describe(SPEC)
+    assert known.observation.cameras == {"wrist": (8, 8, 3), "front": (8, 8, 3)}
+    assert (known.observation.state_size, known.action.high, known.max_steps) == (2, [len(MISDEEDS)], 40)
+    assert known.instructions == ["behave"]
+    reply = await one.call(session, SessionCall(op="reset", seed=5))
+    assert reply.observation is not None
+    assert reply.observation.instruction == "behave"
+    pictures = {name: decode_image(picture) for name, picture in reply.observation.images.items()}
+    np.testing.assert_array_equal(pictures["front"], pictures["wrist"][::-1])
+    actions = to_tensor(np.zeros((64, 1), np.float32))
+    reply = await one.call(session, SessionCall(op="step", actions=actions))
+    assert (reply.steps, reply.end, reply.successes[-1]) == (30, "success", True)
+    assert from_tensor(reply.observation.state).tolist() == [30.0, 0.5]  # type: ignore[union-attr]
+
+
+async def test_an_env_hub_of_vectors_gives_a_task_for_each() -> None:
+    host = await SimulatorHost.start(own="fake_simulator:make_hub")
+    with pytest.raises(NotFound, match=r"there are drawer/0, drawer/1"):
+        await host.open(EnvironmentSpec(id="own", task="door/0"))
+    session = await host.open(EnvironmentSpec(id="own", task="drawer/1", options={"max_steps": 3}))
+    await host.call(session, SessionCall(op="reset"))
+    reply = await host.call(session, SessionCall(op="step", actions=to_tensor(np.zeros((5, 1), np.float32))))
+    assert (reply.truncated, reply.end, reply.steps) == (True, "time_limit", 3)
+    assert reply.observation is not None  # the final one, for the bootstrap
+    await host.stop()
+
+
+@pytest.mark.parametrize("target", ["nowhere:make", "fake_simulator:nothing"])
+async def test_what_cannot_be_loaded_is_told(target: str) -> None:
+    with pytest.raises(EnvironmentFault, match=r"give module:callable"):
+        await SimulatorHost.start(own=target)
+
+
+def test_what_cannot_be_served_is_refused() -> None:
+    import gymnasium
+
+    from nexus_bus.envs.own import _by_task
+
+    with pytest.raises(BadJob, match="expected a Gymnasium environment"):
+        _by_task(object())
+    several = gymnasium.vector.SyncVectorEnv([lambda: gymnasium.make("Pendulum-v1")] * 2)
+    with pytest.raises(BadJob, match=r"SyncVectorEnv of 2; expected one"):
+        _by_task(several)
+    several.close()
