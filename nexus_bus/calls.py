@@ -5,25 +5,31 @@ somebody else is therefore looked for under a name that does not have it, and is
 """
 
 import asyncio
+import contextlib
 import time
-from collections import OrderedDict
-from datetime import datetime
+from collections import Counter, OrderedDict
+from collections.abc import AsyncIterator
+from datetime import UTC, datetime
 from typing import Any
 
-from nexus_bus import registry
+from nexus_bus import pricing, registry
 from nexus_bus.admission import running
 from nexus_bus.bus import Bus, Incoming
 from nexus_bus.bus.page import page
 from nexus_bus.errors import BadMessage, NotFound
 from nexus_bus.spending import Account as Spent
 from nexus_bus.spending import Spending
+from nexus_bus.stored import Keeping, Kept
 from schemas.api import (
     Account,
     AccountQuery,
     AuditPage,
     Content,
     ContentQuery,
+    EpisodePage,
     EventPage,
+    FilmFound,
+    FilmQuery,
     JobFound,
     JobPage,
     JobQuery,
@@ -46,15 +52,42 @@ LOOKS, LOOK_S = 150, 0.02  # for what is on record to be summed up
 KEPT_BYTES = 256 << 20  # of weights that are being read, kept between two pieces
 
 
+class Turns:
+    """Of each tenant so many calls are worked on side by side. The others wait: with hundreds of one tenant's at work, those of
+    another would get hardly a share of the gateway.
+    """
+
+    def __init__(self, most: int) -> None:
+        """Nobody calls yet."""
+        self._most = most
+        self._gates: dict[str, asyncio.Semaphore] = {}
+        self._there: Counter[str] = Counter()  # calls at work or waiting
+
+    @contextlib.asynccontextmanager
+    async def of(self, tenant: str) -> AsyncIterator[None]:
+        """Work on a call of a tenant."""
+        gate = self._gates.setdefault(tenant, asyncio.Semaphore(self._most))
+        self._there[tenant] += 1
+        try:
+            async with gate:
+                yield
+        finally:
+            self._there[tenant] -= 1
+            if not self._there[tenant]:
+                del self._there[tenant], self._gates[tenant]
+
+
 class Reads:
     """Answers by call, each `await method(message, incoming)`; see the `api.*` rows of schemas/subjects.py for their types."""
 
-    def __init__(self, bus: Bus) -> None:
-        self.bus = bus
+    def __init__(self, bus: Bus, turns: Turns) -> None:
+        """Logs, which may wait for something new, take their turns themselves; whoever calls the other methods does."""
+        self.bus, self.turns = bus, turns
         self.kv = bus.kv("registry")
         self._kept: OrderedDict[str, bytes] = OrderedDict()  # weights by hash
-        self._spending = Spending(bus)
-        self._asking: OrderedDict[str, None] = OrderedDict()  # tenants whose spending is followed
+        self.prices = pricing.load()
+        self._spending, self._keeping = Spending(bus), Keeping(bus)
+        self._asking: OrderedDict[str, None] = OrderedDict()  # tenants of whom these two know
         self._room = asyncio.Semaphore(AT_ONCE)
         self._fetching: dict[str, asyncio.Task[bytes]] = {}
 
@@ -129,6 +162,17 @@ class Reads:
         found = await self._log("usage", query, incoming, job=query.job or "*")
         return UsagePage(usage=found.messages, next=found.next, end=found.end)
 
+    async def episodes(self, query: LogQuery, incoming: Incoming) -> EpisodePage:
+        """`eval.read`."""
+        found = await self._log("eval.episode", query, incoming, job=query.job or "*")
+        return EpisodePage(episodes=found.messages, next=found.next, end=found.end)
+
+    async def film(self, query: FilmQuery, incoming: Incoming) -> FilmFound:
+        """`eval.film`."""
+        on = subject("eval.film", tenant=incoming.tokens["tenant"], job=query.job, film=query.film)
+        found = await page(self.bus, BY_NAME["eval.film"], on, limit=1)
+        return FilmFound(film=found.messages[0] if found.messages else None)
+
     async def audit(self, query: LogQuery, incoming: Incoming) -> AuditPage:
         """`audit.read`; of all jobs, whatever the query says."""
         found = await self._log("audit", query, incoming)
@@ -146,7 +190,8 @@ class Reads:
         listening = await self.bus.listen(on, heard) if query.wait_s else None
         try:
             while True:
-                found = await page(self.bus, row, on, after=query.after, since=since, limit=query.limit)
+                async with self.turns.of(incoming.tokens["tenant"]):
+                    found = await page(self.bus, row, on, after=query.after, since=since, limit=query.limit)
                 left = ends - time.monotonic()
                 if found.messages or listening is None or left <= 0:
                     return found
@@ -167,7 +212,7 @@ class Reads:
         entry = await self.kv.get(registry.account_key(tenant), TenantRecord)
         jobs = [one.value for one in (await self.kv.entries(registry.job_key(tenant, ""), JobState)).values()]
         own = TenantRecord(name=tenant, account="A" * 56, created="") if entry is None else entry.value
-        spent = await self._spent(tenant)
+        spent, kept = await self._followed(tenant)
         training = (state for state in jobs if state.plan.spec.kind != "eval")
         return Account(
             tenant=tenant,
@@ -178,23 +223,27 @@ class Reads:
                 "jobs": running(jobs),
                 "queued": sum(state.phase == "waiting" for state in jobs),
                 **({"device_s": spent.device_s, "session_s": spent.session_s} if spent.known else {}),
+                **({"money": spent.cost(self.prices, datetime.now(UTC))} if spent.known and self.prices else {}),
+                **({"stored_bytes": kept.size() + sum(state.dataset_bytes for state in jobs)} if kept.known else {}),
                 "slots": sum(state.phase not in TERMINAL and state.phase not in ("waiting", "paused") for state in training),
             },
             time=time.time(),
         )
 
-    async def _spent(self, tenant: str) -> Spent:
-        """What is on record, from the first time on followed, so that asking again costs nothing."""
+    async def _followed(self, tenant: str) -> tuple[Spent, Kept]:
+        """What is on record and in store, from the first time on followed, so that asking again costs nothing."""
         self._asking[tenant] = None
         self._asking.move_to_end(tenant)
         while len(self._asking) > FOLLOWED:
-            self._spending.forget(self._asking.popitem(last=False)[0])
-        spent = self._spending.of(tenant)
+            forgotten, _ = self._asking.popitem(last=False)
+            self._spending.forget(forgotten)
+            self._keeping.forget(forgotten)
+        spent, kept = self._spending.of(tenant), self._keeping.of(tenant)
         for _ in range(LOOKS):
-            if spent.known:
+            if spent.known and kept.known:
                 break
             await asyncio.sleep(LOOK_S)
-        return spent
+        return spent, kept
 
     async def _version(self, tenant: str, policy: str) -> PolicyVersion | None:
         job, _, n = policy.partition("@")

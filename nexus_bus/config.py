@@ -158,6 +158,7 @@ class GatewayConfig(Common, frozen=True, kw_only=True):
     """Gateway."""
 
     tenant_calls: Whole = 256  # of one tenant, under way at once; those beyond are refused
+    tenant_work: Whole = 8  # … of which so many are worked on, while the others wait their turn
     tenant_orders: Whole = 1000  # submissions, cancellations, imports … of one tenant at once …
     tenant_orders_per_s: Time = 10.0  # … and all the time
     infer_timeout_s: Time = 30.0  # a tenant's own request to act waits no longer

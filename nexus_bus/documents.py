@@ -1,4 +1,4 @@
-"""Job documents: TOML, YAML or JSON to JobSpec, with errors that name field and line, and what was probably meant."""
+"""Job documents and protocols: TOML, YAML or JSON, with errors that name field and line, and what was probably meant."""
 
 import difflib
 import json
@@ -6,13 +6,16 @@ import re
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from msgspec.inspect import LiteralType, StructType, Type, UnionType, type_info
 
 from nexus_bus.errors import BadJob, NexusError
+from schemas.evaluation import Protocol
 from schemas.job import JobSpec
+
+T = TypeVar("T")
 
 MAX_BYTES = 1 << 20
 _UNKNOWN = re.compile(r"unknown field `(\w+)`(?: - at `\$\.?([^`]*)`)?")
@@ -38,12 +41,21 @@ def job_spec(document: Mapping[str, Any] | Path) -> JobSpec:
     Raises:
         BadJob: an unknown or missing field, a wrong type or value; names the field, its line, and the nearest known one.
     """
+    return _document(document, JobSpec)
+
+
+def protocol(document: Path) -> Protocol:
+    """The protocol in a file. Raises as `job_spec`."""
+    return _document(document, Protocol)
+
+
+def _document(document: Mapping[str, Any] | Path, kind: type[T]) -> T:
     text = _text(document) if isinstance(document, Path) else ""
     data = _parse(document, text) if isinstance(document, Path) else document
     try:
-        return msgspec.convert(data, JobSpec)
+        return msgspec.convert(data, kind)
     except msgspec.ValidationError as error:
-        field, what = _explain(str(error))
+        field, what = _explain(str(error), kind)
         where = f"{document}{_line(text, field)}: " if isinstance(document, Path) else ""
         raise BadJob(f"{where}{field}: {what}" if field else f"{where}{what}") from error
 
@@ -87,11 +99,11 @@ def _yaml(text: str) -> Any:
         raise ValueError(str(error)) from error
 
 
-def _explain(text: str) -> tuple[str, str]:
+def _explain(text: str, root: type) -> tuple[str, str]:
     """(field, what is wrong with it) of a validation error."""
     if found := _UNKNOWN.search(text):
         name, place = found.group(1), found.group(2) or ""
-        variants = [{f.name for f in kind.fields} for kind in _structs(_at(place))]
+        variants = [{f.name for f in kind.fields} for kind in _structs(_at(place, root))]
         known = sorted({field for fields in variants if name not in fields for field in fields})
         near = difflib.get_close_matches(name, known, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(known)}"
@@ -100,17 +112,17 @@ def _explain(text: str) -> tuple[str, str]:
         return _join(found.group(2) or "", found.group(1)), "missing"
     if found := _PLACE.match(text):
         what, field = found.groups()
-        return field, f"{what}{_choices(what, field)}" if "regex" not in what else _SHAPES.get(field, _NAME_SHAPE)
+        return field, f"{what}{_choices(what, field, root)}" if "regex" not in what else _SHAPES.get(field, _NAME_SHAPE)
     return "", text
 
 
-def _choices(what: str, field: str) -> str:
+def _choices(what: str, field: str, root: type) -> str:
     """What an invalid value could have been."""
     if not what.startswith("Invalid"):
         return ""
     parent, _, name = field.rpartition(".")
-    tags = [str(kind.tag) for kind in _structs(_at(parent)) if kind.tag_field == name and kind.tag is not None]
-    values = [str(value) for kind in _at(field) if isinstance(kind, LiteralType) for value in kind.values]
+    tags = [str(kind.tag) for kind in _structs(_at(parent, root)) if kind.tag_field == name and kind.tag is not None]
+    values = [str(value) for kind in _at(field, root) if isinstance(kind, LiteralType) for value in kind.values]
     return f"; there are {', '.join(tags or values)}"
 
 
@@ -129,9 +141,9 @@ def _line(text: str, field: str) -> str:
     return f":{lines[0]}" if len(lines) == 1 else ""
 
 
-def _at(place: str) -> list[Type]:
+def _at(place: str, root: type) -> list[Type]:
     """The types that may stand at a path of the document."""
-    kinds: list[Type] = [type_info(JobSpec)]
+    kinds: list[Type] = [type_info(root)]
     for part in filter(None, place.split(".")):
         kinds = [f.type for kind in _structs(kinds) for f in kind.fields if f.name == part]
     return _flat(kinds)

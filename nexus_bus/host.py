@@ -310,17 +310,20 @@ class Supervisor:
 
     async def _look(self) -> None:
         """A Health Manager that hangs is found here, as nobody else would."""
+        back = time.monotonic()  # when the server was last away: nobody's heartbeats arrive then, and that is no fault
         while True:
             await asyncio.sleep(LOOK_S)
             self._oom.append(oom_kills())
             clock = time.monotonic()
+            if self._bus is None or not self._bus.up.is_set():
+                back = clock
             for child in self.children.values():
                 if child.role != "health" or not child.running or not child.starts:
                     continue
                 pid, heard = self._health.get(child.name, (0, 0.0))
-                silent = clock - heard > HEALTH_SILENT_S if pid == child.pid else clock - child.starts[-1] > HEALTH_STARTING_S
-                # While the server is away nobody's heartbeats arrive: that is no fault of the worker.
-                if silent and child.process is not None and self._bus is not None and self._bus.up.is_set():
+                speaks = pid == child.pid
+                silent = clock - max(back, heard if speaks else child.starts[-1])
+                if silent > (HEALTH_SILENT_S if speaks else HEALTH_STARTING_S) and child.process is not None:
                     self._health.pop(child.name, None)
                     child.process.kill()
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from nexus_bus.bus import Delivery, Puller, training_durable
-from nexus_bus.errors import BadMessage
+from nexus_bus.errors import BadMessage, Unavailable
 from nexus_bus.learning.poison import Doubts
 from schemas.plan import JobState
 from schemas.policy import DeadRecord
@@ -49,12 +49,24 @@ class Intake:
 
     async def receive(self, arrived: Callable[[], None]) -> None:
         """Move records from the queue into their batches, until cancelled; tell when the next batch is complete."""
-        puller = self.puller = await self.context.bus.pull(training_durable(self.tenant, self.job), batch=64)
+        puller = self.puller = await self._pull()
         while True:
             for delivery in await puller.get(64, wait=1.0):
-                await self.admit(delivery)
+                try:
+                    await self.admit(delivery)
+                except Unavailable as error:  # what it was answered with did not arrive: it comes again
+                    self.context.log.warning("a record goes back", tenant=self.tenant, job=self.job, error=str(error))
+                    await delivery.nak(1.0)
                 if self.ready():
                     arrived()
+
+    async def _pull(self) -> Puller:
+        """Begin to receive, as soon as the server is there."""
+        while True:
+            try:
+                return await self.context.bus.pull(training_durable(self.tenant, self.job), batch=64)
+            except Unavailable as error:
+                self.context.log.warning("records wait for the bus", tenant=self.tenant, job=self.job, error=str(error))
 
     async def admit(self, delivery: Delivery) -> None:
         """Put one record into its batch. A learned one is acknowledged again, and so is one that is dead already."""

@@ -16,6 +16,8 @@ from nexus_bus.bus import Bus
 from nexus_bus.errors import Conflict
 from schemas.control import Attempt, Lease
 
+PATIENCE_S = 300.0  # with a server that is away; whether the lease is still ours shows when it is back
+
 
 @dataclass
 class _Held:
@@ -65,7 +67,8 @@ class Leases:
             if attempts is not None:
                 lease = msgspec.structs.replace(lease, attempts=list(attempts))
             try:
-                held.revision = await self.kv.update(registry.slot_key(tenant, job), lease, held.revision)
+                key = registry.slot_key(tenant, job)
+                held.revision = await self.kv.update(key, lease, held.revision, deadline=PATIENCE_S)
             except Conflict:
                 return False
             held.lease = lease

@@ -6,10 +6,12 @@ weights as if it had never rested.
 
 Whoever paused a job resumes it: the tenant, where it asked for the pause or the job's own budget is used up; the master, where
 a limit of the tenant stopped all of its jobs (see quotas.py). A tenant that pauses a job which rests already because of a
-limit takes it over, and then it stays where it is when the limit is raised.
+limit takes it over, and then it stays where it is when the limit is raised. An evaluation that failed or was cancelled may be
+resumed as well: it plays what is missing.
 """
 
 import time
+from datetime import datetime
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -17,14 +19,14 @@ import msgspec
 from nexus_bus import progress, registry
 from nexus_bus.admission import Limits, Roster, held, rests, stops
 from nexus_bus.audit import audit
-from nexus_bus.bus import Bus
+from nexus_bus.bus import Bus, Entry
 from nexus_bus.errors import BadJob, Conflict, NotFound, Refused
 from nexus_bus.quotas import Quotas
 from schemas.job import JobPause, JobResume
 from schemas.plan import TERMINAL, JobState, Limit
+from schemas.policy import PolicyVersion
 
 if TYPE_CHECKING:
-    from nexus_bus.bus import Entry
     from nexus_bus.worker import Context
 
 
@@ -120,11 +122,12 @@ class Pausing:
         """Go on where a job stopped; a sentence about it. One that was resumed by this very message stays as it is.
 
         Raises:
-            NotFound: there is no such job.
+            NotFound: there is no such job, or the version that it evaluated is gone.
             BadJob: it does not rest, or it would run over a limit at once; the text names it.
         """
         job = order.job
         while (entry := await self._entry(tenant, job)).value.resumed_by != submission:
+            entry = Entry(await self._reopened(entry.value), entry.revision)
             state = entry.value
             if state.phase != "paused":
                 raise BadJob(f"job: {job!r} is {state.phase}, not paused")
@@ -140,7 +143,22 @@ class Pausing:
                 break
         return await self._resumed(tenant, job, submission)
 
-    async def _went_on(self, entry: "Entry[JobState]", submission: str, added_device_s: float = 0.0) -> bool:
+    async def _reopened(self, state: JobState) -> JobState:
+        """An evaluation that failed or was cancelled keeps its episodes, and may go on with those that are missing."""
+        if state.plan.spec.kind != "eval" or state.phase not in ("failed", "cancelled"):
+            return state
+        name, _, n = state.init.partition("@")
+        if state.init:
+            version = await self.kv.get(registry.policy_key(state.plan.tenant, name, int(n)), PolicyVersion)
+            if version is None or version.value.retired:
+                raise NotFound(f"init: {state.init} was retired meanwhile; its weights are gone")
+        since = datetime.fromisoformat(state.ended).timestamp() if state.ended else time.time()
+        paused = "evaluating_after" if state.started else "waiting"
+        return msgspec.structs.replace(
+            state, phase="paused", paused=paused, paused_at=since, closed=False, ended="", limit="", queued=0
+        )
+
+    async def _went_on(self, entry: Entry[JobState], submission: str, added_device_s: float = 0.0) -> bool:
         """Hand out anew what a pause took back; False if something happened to the job first."""
         state = entry.value
         happening = progress.resume(state, time.time(), added_device_s)
@@ -155,13 +173,13 @@ class Pausing:
         )
         return said
 
-    async def _entry(self, tenant: str, job: str) -> "Entry[JobState]":
+    async def _entry(self, tenant: str, job: str) -> Entry[JobState]:
         entry = await self.kv.get(registry.job_key(tenant, job), JobState)
         if entry is None:
             raise NotFound(f"job: no job {job!r}")
         return entry
 
-    async def _written(self, entry: "Entry[JobState]", state: JobState) -> bool:
+    async def _written(self, entry: Entry[JobState], state: JobState) -> bool:
         try:
             key = registry.job_key(state.plan.tenant, state.plan.spec.name)
             self.roster.note(state, await self.kv.update(key, state, entry.revision))

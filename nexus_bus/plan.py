@@ -10,6 +10,7 @@ import msgspec
 
 from nexus_bus.envs.catalog import EnvDescription, describe
 from nexus_bus.errors import BadJob
+from nexus_bus.evaluation.protocol import described
 from nexus_bus.models.bases import SHIPPED, BackboneInfo, check_backbone, check_targets, describe_backbone, require_weights
 from nexus_bus.models.catalog import HEADS, check_head, check_size, head_entry, head_layers, suffix_tokens
 from schemas.base import PUBLIC
@@ -20,6 +21,7 @@ from schemas.subjects import subject
 
 MAX_EPISODES = 10_000  # orders of one job on the queue; the stream takes 20,000 on a subject
 MAX_DRAWS = 4096  # samples times noise draws of one step: more would not fit beside other tenants
+MAX_TOLD = 100  # sentences of a plan, as examples of what a policy is told
 MAX_DATASET = 200  # characters of a dataset's directory
 
 # Rough costs on one CPU core at nano size, for the estimate alone.
@@ -60,6 +62,7 @@ def compile_plan(spec: JobSpec, tenant: str, init: PolicyVersion | JobSpec | Non
         raise BadJob(f"tier: {spec.tier!r} is not for {backbone.name!r}, which serves {', '.join(backbone.tiers)}")
     head, lora = _head(spec, init), _lora(spec, backbone, init)
     environment = describe(spec.environment) if spec.environment is not None else None
+    tasks = described(spec.environment, spec.evaluation) if spec.environment is not None else []
     _check_environment(spec, environment, head, backbone)
     action, observation = _spaces(spec, environment, init)
     _check_memory(spec, head)
@@ -85,11 +88,12 @@ def compile_plan(spec: JobSpec, tenant: str, init: PolicyVersion | JobSpec | Non
         subjects=_subjects(tenant, spec, phases),
         action=action,
         observation=observation,
-        max_steps=environment.max_steps if environment else 1,
+        max_steps=max((one.max_steps for one in tasks), default=1),
         execute=execute,
         latency_ms=spec.latency_ms,
-        instructions=environment.instructions if environment else [],
+        instructions=list(dict.fromkeys(text for one in tasks for text in one.instructions))[:MAX_TOLD],
         batches=batches,
+        varies=environment.varies if environment else "",
         estimates=_estimates(parts, execute, batches),
         notes=notes,
     )
@@ -125,7 +129,7 @@ def _check_limits(spec: JobSpec) -> None:
     if spec.budget.wall_s is not None and spec.budget.wall_s < 1:
         raise BadJob(f"budget.wall_s: {spec.budget.wall_s:g} s leave no time to run")
     for field, asked in (
-        ("evaluation.episodes", spec.evaluation.episodes if spec.evaluation else 0),
+        ("evaluation.episodes", spec.evaluation.total if spec.evaluation else 0),
         ("data.expert.episodes", spec.data.expert.episodes if spec.data and spec.data.expert else 0),
         ("algorithm.episodes_per_update times (staleness + 1)", _ahead(spec)),
     ):
@@ -310,9 +314,7 @@ def _estimates(parts: _Parts, execute: int, batches: int) -> dict[str, float]:
     limit = environment.max_steps if environment else 0
     episodes = 0
     if spec.evaluation is not None:
-        episodes += spec.evaluation.episodes * (
-            int(spec.evaluation.before and spec.kind != "eval") + int(spec.evaluation.after)
-        )
+        episodes += spec.evaluation.total * (int(spec.evaluation.before and spec.kind != "eval") + int(spec.evaluation.after))
     steps = episodes * limit
     if spec.data is not None and spec.data.expert is not None:
         steps += spec.data.expert.episodes * limit

@@ -5,7 +5,6 @@ and the same happening give the same orders with the same ids, so that a master 
 down may simply do it again.
 """
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,16 +12,16 @@ from typing import Any
 import msgspec
 
 from nexus_bus.clock import derive_seed
+from nexus_bus.evaluation.statistics import wilson
 from schemas.control import JobReport
 from schemas.environment import FeedOrder, PrepareOrder
-from schemas.evaluation import Score
+from schemas.evaluation import Score, TaskScore
 from schemas.job import EnvironmentSpec, EvaluationSpec, Ppo, Sft
 from schemas.plan import TERMINAL, JobState, Phase, Plan
 from schemas.rollout import EpisodeResult, RolloutOrder
 
 FEED_CHUNK = 20  # SFT batches per feed order
 FEED_AHEAD = 60  # SFT batches on the Training Queue beyond what is learned
-Z95 = 1.959963984540054
 
 
 @dataclass
@@ -34,20 +33,10 @@ class Happening:
     score: Score | None = None
 
 
-def wilson(successes: int, episodes: int, z: float = Z95) -> tuple[float, float]:
-    """Wilson score interval of a binomial proportion (E. B. Wilson, 1927), by default at 95 %."""
-    if episodes == 0:
-        return 0.0, 1.0
-    p, z2 = successes / episodes, z * z
-    centre = (p + z2 / (2 * episodes)) / (1 + z2 / episodes)
-    half = z * math.sqrt(p * (1 - p) / episodes + z2 / (4 * episodes**2)) / (1 + z2 / episodes)
-    return max(0.0, centre - half), min(1.0, centre + half)
-
-
 def enter(state: JobState, phase: Phase) -> Happening:
     """Begin a phase: reset its counters and hand out its first orders."""
     state = msgspec.structs.replace(
-        state, phase=phase, issued=0, done=0, finished_episodes=[], successes=0, summed_return=0.0, summed_length=0
+        state, phase=phase, issued=0, done=0, finished_episodes=[], successes=0, solved={}, summed_return=0.0, summed_length=0
     )
     happening = Happening(state)
     if phase == "data":
@@ -137,9 +126,10 @@ def _prepare(state: JobState) -> tuple[str, str, PrepareOrder]:
 
 
 def _rollout(state: JobState, purpose: str, batch: int, index: int, version: str, protocol: EvaluationSpec | None) -> Any:
-    plan, spec = state.plan, state.plan.spec
+    plan, spec, environment = state.plan, state.plan.spec, _environment(state.plan)
     greedy = protocol is not None
-    seed = protocol.seed + index if protocol else derive_seed(spec.seed, "episode", batch, index)
+    task, trial = protocol.part(index) if protocol else ("", index)
+    seed = protocol.seed + trial if protocol else derive_seed(spec.seed, "episode", batch, index)
     order = RolloutOrder(
         tenant=plan.tenant,
         job=spec.name,
@@ -147,7 +137,7 @@ def _rollout(state: JobState, purpose: str, batch: int, index: int, version: str
         batch=batch,
         index=index,
         policy=version,
-        environment=_environment(plan),
+        environment=msgspec.structs.replace(environment, task=task or environment.task),
         action=plan.action,
         observation=plan.observation,
         seed=seed,
@@ -157,6 +147,9 @@ def _rollout(state: JobState, purpose: str, batch: int, index: int, version: str
         execute=plan.execute,
         success=protocol.success if protocol else "any_step",
         latency_ms=plan.latency_ms,
+        trial=trial,
+        films=protocol.films if protocol else 0,
+        simulator=protocol.simulator if protocol else "",
     )
     again = f"/{state.resumed}" if state.resumed else ""  # the queue remembers the ids of what was taken back
     return "rollout.run", f"{plan.tenant}/{spec.name}/{purpose}/{batch}/{index}{again}", order
@@ -171,7 +164,7 @@ def _environment(plan: Plan) -> EnvironmentSpec:
 def _evaluation_orders(state: JobState, phase: Phase) -> Iterator[Any]:
     protocol = state.plan.spec.evaluation or EvaluationSpec()
     purpose = "before" if phase == "evaluating_before" else "after"
-    for index in sorted(set(range(protocol.episodes)) - set(state.finished_episodes)):
+    for index in sorted(set(range(protocol.total)) - set(state.finished_episodes)):
         yield _rollout(state, purpose, 0, index, evaluated_version(state), protocol)
 
 
@@ -235,16 +228,18 @@ def _episode(state: JobState, episode: EpisodeResult) -> Happening:
     phase = f"evaluating_{episode.purpose}"
     if state.phase != phase or episode.index in state.finished_episodes:
         return Happening(state)
+    protocol = state.plan.spec.evaluation or EvaluationSpec()
+    task, _ = protocol.part(episode.index)
     state = msgspec.structs.replace(
         state,
         finished_episodes=[*state.finished_episodes, episode.index],
         done=len(state.finished_episodes) + 1,
         successes=state.successes + int(episode.success),
+        solved=state.solved | ({task: state.solved.get(task, 0) + 1} if task and episode.success else {}),
         summed_return=state.summed_return + episode.episode_return,
         summed_length=state.summed_length + episode.length,
     )
-    protocol = state.plan.spec.evaluation or EvaluationSpec()
-    if state.done < protocol.episodes:
+    if state.done < protocol.total:
         return Happening(state)
     score = _score(state, protocol, episode.environment)
     suffix = episode.purpose
@@ -275,4 +270,10 @@ def _score(state: JobState, protocol: EvaluationSpec, simulator: str) -> Score:
         high=high,
         mean_return=state.summed_return / state.done,
         mean_length=state.summed_length / state.done,
+        tasks=[_task_score(task, state.solved.get(task, 0), protocol.episodes) for task in protocol.tasks],
     )
+
+
+def _task_score(task: str, successes: int, episodes: int) -> TaskScore:
+    low, high = wilson(successes, episodes)
+    return TaskScore(task=task, episodes=episodes, successes=successes, low=low, high=high)

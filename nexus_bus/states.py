@@ -96,10 +96,9 @@ class States:
         if trained is not None:
             data["records"] = trained.value.records
         reason = state.reason or state.phase
-        await self.context.event(
-            _ENDING[state.phase], tenant, job=job, key=f"ended/{state.submission}", message=reason, data=data
-        )
-        await audit(self.bus, tenant, state.phase, job, "ok", state.reason, key=state.submission)
+        key = f"{state.submission}/{state.resumed}" if state.resumed else state.submission  # an evaluation may end again
+        await self.context.event(_ENDING[state.phase], tenant, job=job, key=f"ended/{key}", message=reason, data=data)
+        await audit(self.bus, tenant, state.phase, job, "ok", state.reason, key=key)
         self.spending.forget(tenant, job)
         entry = await self.kv.get(registry.job_key(tenant, job), JobState)
         if entry is not None and not entry.value.closed:
@@ -139,5 +138,5 @@ class States:
 def total(state: JobState) -> int:
     """Units of work of the current phase, for a progress bar."""
     if state.phase in ("evaluating_before", "evaluating_after") and state.plan.spec.evaluation is not None:
-        return state.plan.spec.evaluation.episodes
+        return state.plan.spec.evaluation.total
     return state.plan.batches if state.phase == "training" else 1

@@ -20,6 +20,7 @@ import structlog
 from nexus_bus import config, faults, logs, telemetry
 from nexus_bus.bus import Bus, Card, Presence, ensure_topology
 from nexus_bus.clock import now
+from nexus_bus.errors import Denied
 from schemas.control import Heartbeat, Role
 from schemas.events import Event, EventType
 from schemas.subjects import TABLE
@@ -82,6 +83,9 @@ async def _serve(role: Role, name: str, settings: Any, main: Main) -> int:
     for signum in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signum, stop.set)
     bus = await Bus.connect(settings.url, name=name, creds=settings.creds or "none")
+    if bus.tenant is not None:
+        await bus.close()
+        raise Denied(f"creds: these speak for the tenant {bus.tenant!r}; a worker needs the provider's (NEXUS_CREDS)")
     await ensure_topology(bus, settings.replicas)
     traces = telemetry.start(role, name, bus, ratio=settings.trace_ratio)
     context = Context(role, name, bus, settings, stop, Pulse(), log, host_name())

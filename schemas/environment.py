@@ -35,10 +35,11 @@ class SessionOpened(Message, frozen=True, kw_only=True):
 class SessionCall(Message, frozen=True, kw_only=True):
     """One call on a session."""
 
-    op: Literal["reset", "step", "render", "close"]
+    op: Literal["reset", "step", "render", "save", "restore", "close"]
     seed: Seed = 0  # reset
     trial: Count = 0  # reset
     actions: Tensor | None = None  # step: float32 [n, D], all executed unless the episode ends
+    state: bytes = b""  # restore: what a save of the same environment and task gave
 
 
 class Observation(Message, frozen=True, kw_only=True):
@@ -59,6 +60,7 @@ class SessionReply(Message, frozen=True, kw_only=True):
     truncated: bool = False
     end: EndReason = "running"
     image: Image | None = None  # render
+    state: bytes = b""  # save: the whole episode, to go on with here or in another session
     steps: Count = 0  # environment steps since reset
     device_s: float = 0.0  # simulator seconds this call took
 

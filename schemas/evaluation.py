@@ -96,6 +96,7 @@ class EvaluationFilm(Message, frozen=True, kw_only=True):
     task: str
     trial: Count
     success: bool
+    instruction: Annotated[str, Meta(max_length=1000)] = ""  # what it was told at first
     media_type: Literal["video/mp4", "image/gif"]
     data: Annotated[bytes, Meta(max_length=FILM_BYTES)]
 

@@ -39,7 +39,6 @@ class Plan(Message, frozen=True, kw_only=True):
     instructions: list[str]  # examples of what the policy will be told
     batches: Count  # SFT batches or RL updates
     latency_ms: Annotated[float, Meta(ge=0)] = 20.0  # longest wait of an inference request for its group to fill
-    simulator: str = ""  # name and versions, where the plan was made
     varies: str = ""  # why the same seed may give another episode; empty: it gives the same
     estimates: dict[str, float] = {}  # environment_steps, inference_requests, records, device_s …
     notes: list[str] = []

@@ -31,6 +31,7 @@ class RolloutOrder(Message, frozen=True, kw_only=True):
     latency_ms: Annotated[float, Meta(ge=0)] = 20.0  # of the plan: longest wait of a request for its group to fill
     trial: Count | None = None  # of an evaluation with several tasks; unset: the index
     films: Count = 0  # of each outcome that the whole evaluation keeps
+    simulator: str = ""  # name and versions that it has to be; empty: whichever is there
 
 
 class RolloutStep(Message, frozen=True, kw_only=True):

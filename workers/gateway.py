@@ -20,7 +20,7 @@ from nexus_bus import registry, worker
 from nexus_bus.audit import audit
 from nexus_bus.bus import Bus, Incoming
 from nexus_bus.bus.page import last_sequence, whole
-from nexus_bus.calls import Reads
+from nexus_bus.calls import Reads, Turns
 from nexus_bus.config import GatewayConfig
 from nexus_bus.errors import BadJob, BadMessage, NotFound, Unavailable, from_code
 from nexus_bus.exported import LARGEST
@@ -42,7 +42,9 @@ QUEUE_S = 2.0  # to get a request to act queued: a full queue pushes back on its
 PIECES = LARGEST // CHUNK_BYTES + 1  # of those
 UPLOADS = 4  # of one tenant that have begun and are not used yet
 ASSEMBLED = 2  # files put together side by side: each may be large
-REGISTERED_S, LOOK_S = 3.0, 0.05  # for an import that was asked for before to show
+REGISTERED_S, LOOK_S = 2.0, 0.05  # for an import that was asked for before to show
+# Calls that wait for others, and take their turns only for what they do themselves.
+PATIENT = frozenset({"infer.request", "event.read", "eval.read", "usage.read", "audit.read"})
 ID_LENGTH = 200  # of a message id that a tenant chooses
 REASON_LENGTH = 1000  # of why a job is stopped: it is kept with the job
 ORDER_BYTES = 64 << 10  # of an order; it is kept with its job
@@ -72,7 +74,8 @@ class Gateway:
         self.bus: Bus = context.bus
         self.kv = context.bus.kv("registry")
         self.settings: GatewayConfig = context.config or GatewayConfig()
-        self.reads = Reads(context.bus)
+        self.turns = Turns(self.settings.tenant_work)
+        self.reads = Reads(context.bus, self.turns)
         self.under_way: Counter[str] = Counter()  # by tenant
         self.ordered: dict[str, tuple[float, float]] = {}  # by tenant: orders it may send at once, as of a time
         self.met: set[str] = set()  # tenants who have ordered something here
@@ -99,6 +102,8 @@ class Gateway:
             "policy.import": self.take_in,
             "infer.request": self.infer,
             "event.read": reads.events,
+            "eval.read": reads.episodes,
+            "eval.film": reads.film,
             "usage.read": reads.usage,
             "audit.read": reads.audit,
             "account.show": reads.account,
@@ -109,7 +114,15 @@ class Gateway:
         self.inbox = (await self.bus.inbox("infer.reply", self._answered)).subject
         handlers = self.handlers()
         for call in CALLS:
-            await self.bus.serve(call.name, self._within(handlers[call.local]), queue="gateway", tenant="*")
+            handler = handlers[call.local] if call.local in PATIENT else self._in_turn(handlers[call.local])
+            await self.bus.serve(call.name, self._within(handler), queue="gateway", tenant="*")
+
+    def _in_turn(self, handler: Handler) -> Handler:
+        async def handle(message: Any, incoming: Incoming) -> Any:
+            async with self.turns.of(incoming.tokens["tenant"]):
+                return await handler(message, incoming)
+
+        return handle
 
     def _within(self, handler: Handler) -> Handler:
         """A tenant who asks faster than it is answered is refused, so that others find room."""
@@ -147,10 +160,10 @@ class Gateway:
         if tenant not in self.met:
             await introduce(self.bus, tenant)
             self.met.add(tenant)
+        # First: nothing is done of which nobody can say who asked for it.
+        await audit(self.bus, tenant, name, _job_of(message), "asked", "", key=submission, caller=_caller(incoming))
         after = await last_sequence(self.bus, "EVENTS")
         stored = await self.bus.publish(name, message, msg_id=submission, deadline=ORDER_S, tenant=tenant)
-        caller = _caller(incoming)
-        await audit(self.bus, tenant, name, _job_of(message), "asked", "", key=submission, caller=caller)
         return Taken(submission=submission, after=0 if stored.duplicate else after, duplicate=stored.duplicate)
 
     def _allow(self, tenant: str) -> None:
@@ -242,7 +255,8 @@ class Gateway:
         """A tenant's own request to act: through the same queue as everybody's, in its fair turn."""
         tenant = incoming.tokens["tenant"]
         job, _, n = request.policy.partition("@")
-        version = await self.kv.get(registry.policy_key(tenant, job, int(n)), PolicyVersion)
+        async with self.turns.of(tenant):
+            version = await self.kv.get(registry.policy_key(tenant, job, int(n)), PolicyVersion)
         if version is None or version.value.retired:
             raise NotFound(f"policy: no {request.policy!r}; `nexus policies` lists yours")
         own = uuid.uuid4().hex  # ids of tenants may be equal

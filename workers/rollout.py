@@ -2,7 +2,7 @@
 
 Reads   ROLLOUT (rollout.run: a durable consumer per tenant, served by shares of time), registry (tenants and their limits),
         answers of inference workers on its inbox.
-Writes  INFERENCE (infer.request), TRAINING (rollout records), JOBS (episode reports).
+Writes  INFERENCE (infer.request), TRAINING (rollout records), EVALS and FILMS (of evaluations), JOBS (episode reports).
 Killed  the order was not acknowledged and is played again, by anybody, to the same record under the same id: seeds and the
         policy version are in the order.
 """
@@ -17,13 +17,16 @@ import numpy as np
 
 from nexus_bus import telemetry, worker
 from nexus_bus.bus import Bus, Delivery, Done, Outcome, rollout_durable
-from nexus_bus.errors import EnvironmentFault, Refused, Unavailable, from_code
+from nexus_bus.clock import now
+from nexus_bus.errors import ContractError, EnvironmentFault, Refused, Unavailable, from_code
+from nexus_bus.evaluation.recorder import Recorder
 from nexus_bus.serving import AHEAD, Serving
 from nexus_bus.tensors import from_tensor, to_tensor
 from nexus_bus.worker import Context
 from schemas.base import Tensor
 from schemas.control import JobReport, Role
 from schemas.environment import Observation, SessionCall, SessionOpen, SessionOpened, SessionReply
+from schemas.evaluation import EvaluationEpisode, Purpose
 from schemas.inference import InferenceReply, InferenceRequest
 from schemas.rollout import EpisodeResult, RolloutOrder, RolloutRecord, RolloutStep
 from schemas.subjects import subject
@@ -41,6 +44,8 @@ class Episode:
     successes: list[bool] = field(default_factory=list)
     last: SessionReply = field(default_factory=SessionReply)
     final_value: float = 0.0
+    simulate_s: float = 0.0
+    forward_s: float = 0.0
 
     @property
     def success(self) -> bool:
@@ -58,6 +63,7 @@ class Rollout:
         self.bus: Bus = context.bus
         self.waiting: dict[str, asyncio.Future[InferenceReply]] = {}
         self.inbox = ""
+        self.recorder = Recorder(context.bus, context.log)
 
     async def open(self) -> None:
         """Make the inbox that answers come to."""
@@ -79,7 +85,9 @@ class Rollout:
                 episode, simulator = await self._play(order)
                 if order.purpose == "train":
                     await self._hand_on(episode, name, simulator)
-                await self._report(episode, name, simulator, time.monotonic() - started)
+                else:
+                    await self._record(episode, order.purpose, simulator, time.monotonic() - started)
+                await self._report(episode, delivery.msg_id, simulator, time.monotonic() - started)
         except EnvironmentFault as fault:
             await self._retried(order, name, delivery.num_delivered, fault)
             raise
@@ -91,7 +99,10 @@ class Rollout:
         opened = await self._open_session(order)
         episode = Episode(order)
         try:
-            reply = await self._call(order, opened, SessionCall(op="reset", seed=order.seed, trial=order.index))
+            if order.simulator not in ("", opened.version):
+                raise ContractError(f"evaluation.simulator: asked for is {order.simulator!r}, here is {opened.version!r}")
+            reply = await self._call(order, opened, SessionCall(op="reset", seed=order.seed, trial=_trial(order)))
+            episode.simulate_s += reply.device_s
             while not (reply.terminated or reply.truncated):
                 seen = _observation(reply)
                 answer = await self._infer(order, seen, len(episode.steps))
@@ -128,6 +139,8 @@ class Rollout:
         episode.rewards += reply.rewards
         episode.successes += reply.successes
         episode.last = reply
+        episode.simulate_s += reply.device_s
+        episode.forward_s += answer.device_s
         self.context.pulse.progress += 1
 
     async def _open_session(self, order: RolloutOrder) -> SessionOpened:
@@ -216,7 +229,34 @@ class Rollout:
         with telemetry.span("record.publish"):
             await self.bus.publish("train.record", record, msg_id=f"{order.tenant}/{name}", tenant=order.tenant, job=order.job)
 
-    async def _report(self, episode: Episode, name: str, simulator: str, seconds: float) -> None:
+    async def _record(self, episode: Episode, purpose: Purpose, simulator: str, seconds: float) -> None:
+        order = episode.order
+        spent = episode.simulate_s + episode.forward_s
+        recorded = EvaluationEpisode(
+            job=order.job,
+            purpose=purpose,
+            index=order.index,
+            task=order.environment.task,
+            trial=_trial(order),
+            seed=order.seed,
+            policy=order.policy,
+            success=episode.success,
+            end=episode.last.end,
+            episode_return=sum(episode.rewards),
+            length=len(episode.rewards),
+            simulate_s=episode.simulate_s,
+            forward_s=episode.forward_s,
+            wait_s=max(0.0, seconds - spent),
+            simulator=simulator,
+            time=now(),
+        )
+        seen = [step.observation for step in episode.steps]
+        if episode.last.observation is not None:
+            seen.append(episode.last.observation)
+        await self.recorder.record(order.tenant, recorded, seen, order.films)
+
+    async def _report(self, episode: Episode, ordered: str, simulator: str, seconds: float) -> None:
+        """Under an id that the order's gives: one that was taken back and handed out anew is reported anew."""
         order = episode.order
         result = EpisodeResult(
             job=order.job,
@@ -233,7 +273,7 @@ class Rollout:
             seconds=seconds,
         )
         report = JobReport(job=order.job, kind="episode", episode=result)
-        await self.bus.publish("job.report", report, msg_id=f"{order.tenant}/{name}/report", tenant=order.tenant, job=order.job)
+        await self.bus.publish("job.report", report, msg_id=f"{ordered}/report", tenant=order.tenant, job=order.job)
 
     async def _retried(self, order: RolloutOrder, name: str, attempt: int, fault: EnvironmentFault) -> None:
         """A fault of the simulator costs its own job a retry, and the job is told."""
@@ -250,6 +290,10 @@ class Rollout:
         job = delivery.tokens["job"]
         report = JobReport(job=job, kind="failed", reason=f"an episode could not be played: {reason}")
         await self.bus.publish("job.report", report, msg_id=f"{delivery.msg_id}/failed", tenant=delivery.tenant, job=job)
+
+
+def _trial(order: RolloutOrder) -> int:
+    return order.index if order.trial is None else order.trial
 
 
 def _observation(reply: SessionReply) -> Observation:

@@ -305,6 +305,8 @@ class Trainer:
             await asyncio.sleep(TICK_S)
             self.context.pulse.gauges.update(await asyncio.to_thread(self.cache.gauges))
             for seat in list(self.seats.values()):
+                if (receiver := seat.receiver) is not None and receiver.done() and not receiver.cancelled():
+                    receiver.result()  # raises: a seat that receives nothing more would keep its job for ever
                 await self.seating.renew(seat)
 
 

@@ -134,8 +134,11 @@ class Blobs:
                 left = max(1.0, ends - time.monotonic())
                 return (await self._bus.publisher.send(f"$O.{self._bucket}.C.{nuid}", body, given, left)).seq
 
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(chunk(start)) for start in range(0, len(data), CHUNK_BYTES)]
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(chunk(start)) for start in range(0, len(data), CHUNK_BYTES)]
+        except ExceptionGroup as failed:  # the first chunk that could not be stored; the others were called off
+            raise failed.exceptions[0] from None
         order = [task.result() for task in tasks]
         return order == sorted(order)
 

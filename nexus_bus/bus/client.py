@@ -34,6 +34,14 @@ class GuardedClient(Client):
         else:
             await self._process_op_err(Error(f"nats: {err_msg}"))
 
+    async def _process_info(self, info: dict[str, Any], initial_connection: bool = False) -> None:
+        """Whoever sits between could answer for the server that it needs no encryption, and the stock client goes on in the
+        clear, whatever the address says.
+        """
+        if initial_connection and "tls" in self.options and not info.get("tls_required"):
+            raise Error("the address says tls://, and the server does not encrypt; use nats:// only where nobody listens in")
+        await super()._process_info(info, initial_connection)
+
     async def _process_headers(self, headers: Any) -> dict[str, str] | None:
         """A status line that is no text raised, and killed the read loop: any tenant could have cut the gateway off."""
         try:

@@ -1,6 +1,7 @@
 """The connection to the bus: one object per process, from which everything else hangs."""
 
 import asyncio
+import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
 from pathlib import Path
 from typing import Any, Self
@@ -33,6 +34,7 @@ from schemas.subjects import BY_NAME, parse, subject
 PENDING_BYTES = 64 << 20  # outbound buffer; the stock 2 MiB fills in a moment
 PING_S = 2  # silence over two of these is a disconnect
 WATCH_S = 0.5
+PUBLISH_S = 60.0  # a message waits so long for a server that is cut off
 
 
 class Subscription:
@@ -113,6 +115,11 @@ class Bus(ServerApi):
         except (NatsError, OSError, TimeoutError) as error:
             await bus.client.close()
             why = bus.client.last_error or error
+            if isinstance(why, ssl.SSLCertVerificationError):
+                raise Unavailable(
+                    f"{url}: its certificate cannot be checked ({why.verify_message}); NEXUS_CA names the ca.pem that came "
+                    "with the credentials, and the address begins with tls://"
+                ) from error
             raise Unavailable(f"no NATS server with JetStream at {url}: {why!r}. Start one with `nexus up`") from error
         finally:
             denied.cancel()
@@ -126,7 +133,7 @@ class Bus(ServerApi):
         secret: dict[str, Any] = {}
         if self.creds is not None:
             secret["user_credentials"] = RawCredentials(self.creds.text)
-        if self.url.startswith("tls://"):
+        if "tls://" in self.url:  # of one server of several, and all are asked to encrypt
             secret["tls"] = context(default_ca())
         await self.client.connect(
             servers=[one.strip() for one in self.url.split(",")],
@@ -219,7 +226,7 @@ class Bus(ServerApi):
         message: Any,
         *,
         msg_id: str,
-        deadline: float = 30.0,
+        deadline: float = PUBLISH_S,
         headers: dict[str, str] | None = None,
         **tokens: str,
     ) -> Published:

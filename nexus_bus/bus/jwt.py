@@ -211,7 +211,10 @@ def denial(text: str, creds: Credentials | None, url: str) -> str:
     """What to tell a person whom the server turned away; empty for every other error."""
     lowered = text.lower()
     if "connections exceeded" in lowered:
-        return f"{url}: as many connections as this tenant may have are open; close one, or ask the provider for more"
+        return (
+            f"{url}: no further connection for this tenant: as many connections as this tenant may have are open, or it is "
+            "suspended; close one, or ask the provider"
+        )
     if not any(word in lowered for word in ("authorization", "authentication")):
         return ""
     if creds is None:

@@ -139,7 +139,8 @@ class Reader:
 
 def start_time(since: datetime) -> str:
     """As the server reads it, which counts nanoseconds in 64 bits and takes what overflows for another time."""
-    return min(max(since.astimezone(UTC), _FIRST), _LAST).isoformat()
+    aware = since if since.tzinfo is not None else since.astimezone()
+    return min(max(aware, _FIRST), _LAST).astimezone(UTC).isoformat()
 
 
 async def tail(bus: "Bus", row: SubjectEntry, pattern: str, since: Since, follow: bool) -> AsyncIterator[Item]:

@@ -1,13 +1,12 @@
-"""`nexus plan`, `submit`, `eval`, `jobs`, `cancel`: a tenant's jobs."""
+"""`nexus plan`, `submit`, `jobs`, `cancel`, `pause`, `resume`: a tenant's jobs."""
 
 from pathlib import Path
 from typing import Any
 
 import click
-import msgspec
 
-from nexus_bus.cli.options import asynchronous, bus_options, connect, console, json_option, pairs, print_json
-from nexus_bus.errors import BadJob, NexusError, NotFound, Refused
+from nexus_bus.cli.options import asynchronous, bus_options, connect, console, json_option, print_json
+from nexus_bus.errors import NexusError, NotFound, Refused
 
 document_argument = click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
 wait_option = click.option("--wait", is_flag=True, help="Return when the job has ended; exit code 1 if it did not complete.")
@@ -73,22 +72,13 @@ async def submit_command(file: Path, url: str, tenant: str, wait: bool, as_json:
             submission = await client.submit(spec)
         except Refused as error:
             raise located(file, error) from error
-        return await _answer(client, submission, wait, as_json)
+        return await answer(client, submission, wait, as_json)
 
 
-async def _answer(client: Any, submission: Any, wait: bool, as_json: bool) -> int:
+async def answer(client: Any, submission: Any, wait: bool, as_json: bool) -> int:
+    """Say that a job was taken, or wait for its end and say how it ended."""
     if wait:
-        state = await client.wait(submission.job)
-        if as_json:
-            print_json(state)
-        else:
-            from nexus_bus.cli.show import success
-
-            scores = success(state)
-            click.echo(
-                ": ".join(filter(None, (f"{submission.job} {state.phase}", state.reason, scores and f"success {scores}")))
-            )
-        return 0 if state.phase == "completed" else 1
+        return await ended(client, submission.job, as_json)
     if as_json:
         print_json({"job": submission.job, "submission": submission.id, "message": submission.message})
     else:
@@ -97,69 +87,17 @@ async def _answer(client: Any, submission: Any, wait: bool, as_json: bool) -> in
     return 0
 
 
-@click.command("eval")
-@click.argument("file", type=click.Path(dir_okay=False, path_type=Path), required=False)
-@click.option("--policy", metavar="JOB@N", help="The version; `@latest` is the newest.")
-@click.option("--env", "environment", metavar="ID:TASK", help="Environment and task.  [default: those the job trained in]")
-@click.option("--option", "options", multiple=True, metavar="KEY=VALUE", help="Environment option, with --env.")
-@click.option("--episodes", type=click.IntRange(1), default=60, show_default=True)
-@click.option("--seed", type=click.IntRange(0), default=10_000, show_default=True, help="Trial i runs with seed + i.")
-@click.option("--name", help="Name of the evaluation job.  [default: from policy and protocol]")
-@bus_options
-@wait_option
-@json_option
-@asynchronous
-async def eval_command(
-    file: Path | None,
-    policy: str | None,
-    environment: str | None,
-    options: tuple[str, ...],
-    url: str,
-    tenant: str,
-    wait: bool,
-    as_json: bool,
-    **protocol: Any,
-) -> int:
-    """Evaluate one policy version on fixed seeds: with --policy, or as an eval document in FILE."""
-    if (file is None) == (policy is None):
-        raise click.UsageError("give either --policy JOB@N or an eval document, e.g. `nexus eval --policy pick@3`")
-    async with connect(url, tenant) as client:
-        if file is not None:
-            from nexus_bus.documents import job_spec
+async def ended(client: Any, job: str, as_json: bool) -> int:
+    """Wait for a job's end and say how it ended; the exit code."""
+    state = await client.wait(job)
+    if as_json:
+        print_json(state)
+    else:
+        from nexus_bus.cli.show import success
 
-            spec = job_spec(file)
-            if spec.kind != "eval":
-                raise BadJob(f"kind: {file} is a {spec.kind} job; `nexus submit` sends those")
-            return await _answer(client, await client.submit(spec), wait, as_json)
-        name = protocol.pop("name")
-        where = await _environment(client, policy or "", environment, options)
-        from schemas.job import EvaluationSpec
-
-        submission = await client.evaluate(policy, where, evaluation=EvaluationSpec(**protocol), name=name)
-        return await _answer(client, submission, wait, as_json)
-
-
-async def _environment(client: Any, policy: str, environment: str | None, options: tuple[str, ...]) -> Any:
-    """The environment asked for, or the one the policy's job trained in."""
-    from schemas.job import EnvironmentSpec
-
-    if environment is None:
-        if options:
-            raise click.UsageError("--option needs --env")
-        state = await client.job(policy.partition("@")[0])
-        if state is None or state.plan.spec.environment is None:
-            raise BadJob(f"environment: the job of {policy!r} names none; give --env ID:TASK (`nexus catalog` lists them)")
-        return state.plan.spec.environment
-    name, _, task = environment.partition(":")
-    return EnvironmentSpec(id=name, task=task, options={key: _scalar(text) for key, text in pairs(options, "--option").items()})
-
-
-def _scalar(text: str) -> str | int | float | bool:
-    try:
-        value = msgspec.json.decode(text)
-    except msgspec.DecodeError:
-        return text
-    return value if isinstance(value, int | float | bool) else text
+        scores = success(state)
+        click.echo(": ".join(filter(None, (f"{job} {state.phase}", state.reason, scores and f"success {scores}"))))
+    return 0 if state.phase == "completed" else 1
 
 
 @click.command("jobs")

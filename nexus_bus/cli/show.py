@@ -128,7 +128,7 @@ def _reason(state: JobState, place: int) -> str:
 def units(state: JobState) -> int:
     """Units of work of the current phase: episodes of an evaluation, batches or updates of training."""
     if "evaluating" in state.phase:
-        return state.plan.spec.evaluation.episodes if state.plan.spec.evaluation else 0
+        return state.plan.spec.evaluation.total if state.plan.spec.evaluation else 0
     return state.plan.batches if state.phase == "training" else 1
 
 

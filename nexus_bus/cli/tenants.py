@@ -350,7 +350,7 @@ def _limits(limits: TenantLimits, used: dict[str, float] | None = None) -> Any:
 
     table = listing("limit", "may take", *(["taken"] if used is not None else []), "", right=("may take", "taken"))
     for name, summary in LIMITS.items():
-        taken = [] if used is None else [_value(used[name]) if name in used else ""]
+        taken = [] if used is None else [_value(round(used[name], 3)) if name in used else ""]
         table.add_row(name, _value(getattr(limits, name)), *taken, Text(summary))
     return table
 

@@ -1,7 +1,9 @@
 """The way from a tenant to the gateway and back: requests, orders with their answers, logs in pages."""
 
 import asyncio
+import logging
 import os
+import sys
 import time
 import uuid
 from collections.abc import AsyncIterator
@@ -11,6 +13,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import msgspec
+import structlog
 
 from nexus_bus import config
 from nexus_bus.bus import Bus
@@ -64,6 +67,8 @@ class Calls:
         bus = await Bus.connect(
             url or os.environ.get("NEXUS_URL") or config.default_url(), name=f"client-{name}", timeout=timeout, creds=creds
         )
+        if not structlog.is_configured():
+            bus.log = _quiet()
         try:
             return cls(bus, asked or bus.tenant or "default")
         except BaseException:
@@ -159,6 +164,12 @@ class Calls:
             after = page.next
             if page.end and not follow:
                 return
+
+
+def _quiet() -> Any:
+    """For a program that set up no logging of ours: trouble alone, and not where it prints its own."""
+    loud_enough = structlog.make_filtering_bound_logger(logging.WARNING)
+    return structlog.wrap_logger(structlog.WriteLogger(sys.stderr), wrapper_class=loud_enough)
 
 
 def token(field: str, name: str) -> str:

@@ -11,16 +11,22 @@ import msgspec
 from nexus_bus.client.calls import ANSWER_S, token
 from nexus_bus.client.policies import PolicyCalls
 from nexus_bus.documents import job_spec
-from nexus_bus.errors import NotFound
+from nexus_bus.errors import BadJob, NotFound
+from nexus_bus.evaluation.protocol import differences
+from nexus_bus.evaluation.selection import choose, evaluations
+from nexus_bus.evaluation.summary import compare, manifest, of, once
 from schemas.api import (
+    FilmFound,
+    FilmQuery,
     JobFound,
     JobPage,
     JobQuery,
     PageQuery,
 )
+from schemas.evaluation import Comparison, EvaluationEpisode, EvaluationFilm, Manifest
 from schemas.events import Event, EventType
 from schemas.job import EnvironmentSpec, EvaluationSpec, JobCancel, JobPause, JobResume, JobSpec
-from schemas.plan import JobState
+from schemas.plan import TERMINAL, JobState
 
 ENDINGS = frozenset({"job.completed", "job.failed", "job.cancelled"})
 
@@ -74,11 +80,43 @@ class Client(PolicyCalls):
     ) -> Submission:
         """Submit an evaluation of one policy version (`<job>@<n>` or `<job>@latest`). Raises as `submit`."""
         protocol = evaluation or EvaluationSpec()
-        if name is None:
-            digest = hashlib.sha256(msgspec.json.encode([policy, environment, protocol], order="deterministic")).hexdigest()[:8]
-            name = f"eval-{policy.replace('@', '-')[:45]}-{digest}"
+        name = name or evaluation_name(policy, environment, protocol)
         document = {"kind": "eval", "name": name, "init": policy, "environment": environment, "evaluation": protocol}
         return await self.submit(msgspec.to_builtins(document), **submit)
+
+    async def episodes(self, job: str) -> list[EvaluationEpisode]:
+        """Every episode of a job's evaluations that has ended, once each, in the order of the protocol."""
+        pages = self._log("eval.read", token("job", job), 0, None, follow=False)
+        return once([one async for page in pages for one in page.episodes])
+
+    async def film(self, job: str, film: str) -> EvaluationFilm | None:
+        """What the policy saw in one of them, by the name in its record; None once it is past its age."""
+        found: FilmFound = await self.call("eval.film", FilmQuery(job=token("job", job), film=token("film", film)))
+        return found.film
+
+    async def report(self, job: str) -> Manifest:
+        """A job's evaluations in numbers. Raises NotFound, or BadJob where there are none."""
+        return manifest(await self._known(job), await self.episodes(job))
+
+    async def compare(self, a: str, b: str | None = None) -> Comparison:
+        """Two evaluations of one protocol, trial by trial: `b` against `a`.
+
+        Args:
+            a, b: `JOB`, `JOB:before`, `JOB:after`, or a policy `JOB@N` that was evaluated. No `b`: before and after of `a`.
+
+        Raises:
+            NotFound: there is no such evaluation.
+            BadJob: their protocols or simulators differ, and the text says in what; or they share no trial.
+        """
+        one, other = choose(evaluations(await self.jobs()), a, b)
+        played = [of(await self.episodes(chosen.job), chosen.purpose) for chosen in (one, other)]
+        protocols = [
+            chosen.protocol(episode.simulator for episode in episodes)
+            for chosen, episodes in zip((one, other), played, strict=True)
+        ]
+        if all(played) and (differing := differences(*protocols)):
+            raise BadJob(f"compare: the protocols of {one.label} and {other.label} differ in {'; '.join(differing)}")
+        return compare(one.label, played[0], other.label, played[1])
 
     async def cancel(self, job: str, reason: str = "") -> None:
         """Stop a job; its last committed policy version stays. Raises NotFound, or BadJob if it has ended."""
@@ -118,7 +156,7 @@ class Client(PolicyCalls):
         state = await self._known(job)
         async for event in self.events(job, follow=not state.closed):
             yield event
-            if event.type in ENDINGS:
+            if event.type in ENDINGS and (await self._known(job)).phase in TERMINAL:  # an evaluation may have gone on
                 return
 
     async def wait(self, job: str) -> JobState:
@@ -132,3 +170,9 @@ class Client(PolicyCalls):
         if state is None:
             raise NotFound(f"job: {self.tenant} has no job {job!r}; `nexus jobs` lists them")
         return state
+
+
+def evaluation_name(policy: str, environment: EnvironmentSpec, protocol: EvaluationSpec) -> str:
+    """Of an eval job that was given none: the same policy under the same protocol is the same job."""
+    digest = hashlib.sha256(msgspec.json.encode([policy, environment, protocol], order="deterministic")).hexdigest()[:8]
+    return f"eval-{policy.replace('@', '-')[:45]}-{digest}"

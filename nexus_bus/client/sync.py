@@ -10,6 +10,7 @@ from typing import Any, Self, TypeVar
 from nexus_bus.client.client import Client as AsyncClient
 from nexus_bus.client.client import Document, Submission
 from nexus_bus.client.policies import Imported
+from schemas.evaluation import Comparison, EvaluationEpisode, EvaluationFilm, Manifest
 from schemas.events import Event
 from schemas.job import EnvironmentSpec, EvaluationSpec
 from schemas.plan import JobState
@@ -69,6 +70,22 @@ class Client:
     ) -> Submission:
         """Evaluate a policy version."""
         return self._wait(self._client.evaluate(policy, environment, evaluation=evaluation, name=name, wait=wait))
+
+    def episodes(self, job: str) -> list[EvaluationEpisode]:
+        """Every episode of a job's evaluations."""
+        return self._wait(self._client.episodes(job))
+
+    def film(self, job: str, film: str) -> EvaluationFilm | None:
+        """What the policy saw in one of them."""
+        return self._wait(self._client.film(job, film))
+
+    def report(self, job: str) -> Manifest:
+        """A job's evaluations in numbers."""
+        return self._wait(self._client.report(job))
+
+    def compare(self, a: str, b: str | None = None) -> Comparison:
+        """Two evaluations of one protocol."""
+        return self._wait(self._client.compare(a, b))
 
     def cancel(self, job: str, reason: str = "") -> None:
         """Stop a job."""

@@ -4,6 +4,8 @@ What goes wrong silently stands here in the specs, and is compared with the poli
 action moves, which way a gripper closes, how rotations are written, which way up pictures are.
 """
 
+import math
+
 import msgspec
 
 from nexus_bus.envs.entry import END, SIZE, EnvironmentEntry, Option, Options, observation, steps
@@ -22,7 +24,10 @@ def _pusht(task: str, options: Options) -> tuple[ActionSpec, ObservationSpec]:
 
 def _aloha(task: str, options: Options) -> tuple[ActionSpec, ObservationSpec]:
     del task
-    action = ActionSpec(size=14, low=[-1.0] * 14, high=[1.0] * 14, gripper="plus_open", control="joint_position_absolute")
+    # Its own action space says ±1, but joints are radians and its starting pose has 1.16: clipping there would move the arms.
+    arm, grip = math.pi, (0.0, 1.0)
+    low, high = ([-arm] * 6 + [grip[0]]) * 2, ([arm] * 6 + [grip[1]]) * 2
+    action = ActionSpec(size=14, low=low, high=high, gripper="zero_one", control="joint_position_absolute")
     return action, observation(options, 14, "top", height=int(options["image_size"]) * 3 // 4)
 
 

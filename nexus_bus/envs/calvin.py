@@ -26,9 +26,9 @@ def checkout() -> Path:
     """Where CALVIN is. Raises NotFound saying what to set."""
     root = Path(os.environ.get(CHECKOUT, ""))
     if not os.environ.get(CHECKOUT) or not (root / "calvin_env" / "conf").is_dir():
+        named = os.environ.get(CHECKOUT, "")
         raise NotFound(
-            f"environment calvin: {CHECKOUT} names {os.environ.get(CHECKOUT, '')!r}, expected a checkout of mees/calvin with its "
-            "submodule calvin_env"
+            f"environment calvin: {CHECKOUT} names {named!r}, expected a checkout of mees/calvin with its submodule calvin_env"
         )
     return root
 

@@ -80,16 +80,10 @@ class Child:
         session = self.sessions.get(request.session)
         if session is None:
             raise NotFound(f"session: {request.session} is not open here")
-        if request.op == "save":
-            return Answer(state=session.save())
         if request.op == "expert":
             return Answer(action=to_tensor(session.expert()))
         begin = time.perf_counter()
-        if request.op == "restore":
-            restored = _reply(session, restart(session.restore(request.state)), request.encoding)
-            reply = msgspec.structs.replace(restored, end=session.end or "running")
-        else:
-            reply = _call(session, cast(SessionCall, request.call), request.encoding)
+        reply = _call(session, cast(SessionCall, request.call), request.encoding)
         return Answer(reply=msgspec.structs.replace(reply, device_s=time.perf_counter() - begin))
 
 
@@ -111,6 +105,11 @@ def _call(session: Session, call: SessionCall, encoding: Encoding) -> SessionRep
             return _reply(session, restart(session.reset(call.seed, call.trial)), encoding)
         case "render":
             return SessionReply(image=encode_image(session.render(), encoding), steps=session.steps)
+        case "save":
+            return SessionReply(state=session.save(), end=session.end or "running", steps=session.steps)
+        case "restore":
+            reply = _reply(session, restart(session.restore(call.state)), encoding)
+            return msgspec.structs.replace(reply, end=session.end or "running")
         case "close":
             session.leave()
             return SessionReply()

@@ -176,8 +176,12 @@ RULES: dict[str, Callable[[Session], list[str]]] = {
 
 
 def _actions(session: Session) -> np.ndarray:
+    """Anything within the bounds; of places to be at once, only those around the middle: the far ones tear an arm apart."""
     action = session.description.action
-    return np.random.Generator(np.random.PCG64(0)).uniform(action.low, action.high, (_STEPS, action.size))
+    low, high = np.array(action.low), np.array(action.high)
+    reach = 0.3 if action.control.endswith("_absolute") else 1.0
+    middle, half = (low + high) / 2, reach * (high - low) / 2
+    return np.random.Generator(np.random.PCG64(0)).uniform(middle - half, middle + half, (_STEPS, action.size))
 
 
 def _play(session: Session, steps: int = _STEPS) -> list[Stepped]:

@@ -157,13 +157,12 @@ class SimulatorHost:
         return from_tensor(cast(Tensor, (await self._ask(Request(session, "expert"))).action))
 
     async def save(self, session: int) -> bytes:
-        """The session's whole episode, for `restore` here or in another host."""
-        return (await self._ask(Request(session, "save"))).state
+        """The session's whole episode, for `restore` here or in another host. Raises NotFound where the simulator cannot."""
+        return (await self.call(session, SessionCall(op="save"))).state
 
     async def restore(self, session: int, state: bytes) -> SessionReply:
         """Put a saved episode into a session of the same environment."""
-        answer = await self._ask(Request(session, "restore", state=state, encoding=self._encoding(session)))
-        return answer.reply or SessionReply()
+        return await self.call(session, SessionCall(op="restore", state=state))
 
     async def close(self, session: int) -> None:
         """Free a session's simulator. Closing one that is not open does nothing."""

@@ -64,6 +64,8 @@ class Libero:
 
     def reset(self, seed: int) -> None:
         """See Simulator."""
+        # Every reset appends to what it samples for doors and drawers, so each would draw other numbers than the last.
+        self._env.env.object_property_initializers.clear()
         self._env.seed(seed % 2**32)
         self._env.reset()
         self._seen = self._env.set_init_state(self._states[self._trial])

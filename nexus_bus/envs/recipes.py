@@ -78,6 +78,16 @@ RECIPES: dict[str, Recipe] = {
         probe="import sapien; sapien.render.RenderSystem()",
         note=VULKAN_ADVICE,
     ),
+    "calvin": Recipe(
+        pins=(
+            "gym==0.26.2", "hydra-core==1.3.8", "hydra-colorlog==1.2.0", "omegaconf==2.3.1", "pybullet==3.2.7", "numpy==1.26.4",
+            "numpy-quaternion==2024.0.13", "numba==0.68.1", "scipy==1.17.1", "opencv-python==4.11.0.86", "GitPython==3.2.1",
+        ),
+        megabytes=960,
+        probe="import os, hydra, gym, pybullet, quaternion; os.stat(os.environ['NEXUS_CALVIN'] + '/calvin_env/conf')",
+        note="It needs a checkout of github.com/mees/calvin with its submodule, named by NEXUS_CALVIN. The packages were seen "
+        "to install; the adapter was only run against a stand-in.",
+    ),
 }  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from schemas.environment import SessionCall, SessionReply
 from schemas.job import EnvironmentSpec
 from schemas.policy import ActionSpec, ObservationSpec
 
-Op = Literal["ping", "describe", "open", "call", "expert", "save", "restore", "close"]
+Op = Literal["ping", "describe", "open", "call", "expert", "close"]
 Encoding = Literal["png", "jpeg", "raw"]
 
 PROTOCOL = 2  # raised when an end of another number would misunderstand this one; asked of every child that starts
@@ -25,8 +25,7 @@ class Request(msgspec.Struct, omit_defaults=True):
     op: Op
     spec: EnvironmentSpec | None = None  # describe, open
     call: SessionCall | None = None  # call
-    encoding: Encoding = "png"  # call, restore
-    state: bytes = b""  # restore
+    encoding: Encoding = "png"  # call
 
 
 class Described(msgspec.Struct):
@@ -45,7 +44,6 @@ class Answer(msgspec.Struct, omit_defaults=True):
     """Child to parent, in the order of the requests: the reply, or the code and text of a NexusError."""
 
     reply: SessionReply | None = None
-    state: bytes = b""  # save
     action: Tensor | None = None  # expert
     described: Described | None = None  # describe, open
     protocol: int = 0  # ping

@@ -1,16 +1,22 @@
-"""Protocols: a file becomes an eval job, a job says which protocol it follows, and two say in what they differ. Without torch."""
+"""Protocols: a file becomes an eval job, a job says which protocol it follows, and two say in what they differ."""
 
+from collections.abc import Collection
 from typing import Any, NoReturn
 
 import msgspec
 
-from nexus_bus.envs.catalog import EnvDescription, describe, entry_of, options_of
+from nexus_bus.envs.catalog import ENVIRONMENTS, EnvDescription, describe, entry_of, options_of
 from nexus_bus.errors import BadJob
 from schemas.evaluation import Protocol
 from schemas.job import EnvironmentSpec, EvaluationSpec, JobSpec, Scalar
 from schemas.plan import Plan
 
-_AS_OPTIONS = ("max_steps", "wait_steps", "image_size", "orientation")  # fields that are options of the environments that have them
+_AS_OPTIONS = (
+    "max_steps",
+    "wait_steps",
+    "image_size",
+    "orientation",
+)  # options of the environments that have them
 _FIXED: dict[str, Scalar] = {"wait_steps": 0, "orientation": "upright"}  # what those are that have no such option
 _FREE = ("films", "policy")  # fields that change no score
 
@@ -21,11 +27,11 @@ def parts(protocol: Protocol) -> tuple[EnvironmentSpec, EvaluationSpec]:
     Raises:
         BadJob, NotFound: the environment has no such task or option, or cannot do what is asked; begins with the field.
     """
-    tasks = protocol.tasks
-    entry = entry_of(EnvironmentSpec(id=protocol.environment, task=tasks[0])) if tasks else _any(protocol.environment)
-    tasks = tasks or tuple(entry.tasks)
-    if not tasks:
+    known = ENVIRONMENTS.get(protocol.environment)
+    tasks = protocol.tasks or tuple(known.tasks if known is not None else ())
+    if known is not None and not tasks:
         raise BadJob(f"tasks: {protocol.environment} has no list of them; name those that you mean")
+    entry = entry_of(EnvironmentSpec(id=protocol.environment, task=tasks[0] if tasks else ""))
     options = dict(protocol.options)
     for name in _AS_OPTIONS:
         value = getattr(protocol, name)
@@ -44,16 +50,7 @@ def parts(protocol: Protocol) -> tuple[EnvironmentSpec, EvaluationSpec]:
         episodes=protocol.trials, seed=protocol.seed, success=protocol.success, simulator=protocol.simulator,
         films=protocol.films, tasks=tasks if len(tasks) > 1 else (),
     )  # fmt: skip
-    described(environment, evaluation)
     return environment, evaluation
-
-
-def _any(environment: str) -> Any:
-    """The entry of an environment of which no task is named."""
-    try:
-        return entry_of(EnvironmentSpec(id=environment, task=""))
-    except msgspec.ValidationError as error:  # pragma: no cover - a str is a str
-        raise BadJob(f"environment: {error}") from error
 
 
 def _refuse(name: str, value: object, environment: str) -> NoReturn:
@@ -65,23 +62,25 @@ def described(environment: EnvironmentSpec, evaluation: EvaluationSpec | None) -
     """What a policy must fit, of each task of an evaluation.
 
     Raises:
-        NotFound, BadJob: a task that does not exist, is there twice, or does not fit the others; another simulator than asked for.
+        NotFound, BadJob: a task that does not exist, is there twice, or does not fit the others.
     """
     tasks = evaluation.tasks if evaluation is not None else ()
     if len(set(tasks)) < len(tasks):
         twice = next(task for task in tasks if tasks.count(task) > 1)
         raise BadJob(f"evaluation.tasks: {twice!r} is there twice; more trials of each task are evaluation.episodes")
     found = [describe(msgspec.structs.replace(environment, task=task)) for task in tasks or (environment.task,)]
-    for task, one in zip(tasks, found, strict=False):
+    for task, one in zip(tasks, found, strict=bool(tasks)):
         if (one.action, one.observation) != (found[0].action, found[0].observation):
-            raise BadJob(f"evaluation.tasks: {task!r} has other actions or observations than {tasks[0]!r}; evaluate it alone")
-    if evaluation is not None and evaluation.simulator and found[0].simulator != evaluation.simulator:
-        raise BadJob(f"evaluation.simulator: {evaluation.simulator!r} is asked for, here is {found[0].simulator!r}")
+            first = next(iter(tasks))
+            raise BadJob(f"evaluation.tasks: {task!r} has other actions or observations than {first!r}; evaluate it alone")
     return found
 
 
-def protocol_of(plan: Plan) -> Protocol:
-    """The whole protocol that a job's evaluations follow, with nothing left to defaults. Raises BadJob if it has none."""
+def protocol_of(plan: Plan, simulators: Collection[str] = ()) -> Protocol:
+    """The whole protocol that a job's evaluations follow, with nothing left to defaults; `simulators` are those that played.
+
+    Raises BadJob if the job evaluates nothing.
+    """
     spec, evaluation = plan.spec, plan.spec.evaluation
     if evaluation is None or spec.environment is None:
         raise BadJob(f"job: {spec.name!r} evaluates nothing; `nexus eval --policy {spec.name}@latest` does")
@@ -90,7 +89,8 @@ def protocol_of(plan: Plan) -> Protocol:
     return Protocol(
         environment=spec.environment.id, tasks=evaluation.tasks or (spec.environment.task,), trials=evaluation.episodes,
         seed=evaluation.seed, success=evaluation.success, execute=plan.execute, options=options, films=evaluation.films,
-        simulator=evaluation.simulator or plan.simulator, policy=spec.init if spec.kind == "eval" else None, **own,  # type: ignore[arg-type]  # checked options
+        simulator=evaluation.simulator or " and ".join(sorted(simulators)), policy=spec.init if spec.kind == "eval" else None,
+        **own,  # type: ignore[arg-type]  # options were checked
     )  # fmt: skip
 
 

@@ -64,8 +64,10 @@ def mcnemar(only_a: int, only_b: int) -> float:
     differing, fewer = only_a + only_b, min(only_a, only_b)
     if differing == 0:
         return 1.0
-    exact = 2 * sum(math.comb(differing, k) for k in range(fewer + 1)) / 2**differing
-    return min(1.0, exact - math.comb(differing, fewer) / 2**differing)
+    here = math.comb(differing, fewer) / 2**differing
+    if only_a == only_b:
+        return 1 - here / 2  # both tails meet in this one outcome
+    return 2 * sum(math.comb(differing, k) for k in range(fewer + 1)) / 2**differing - here
 
 
 def bootstrap(differences: Sequence[float], seed: int = 0) -> tuple[float, float]:

@@ -9,11 +9,15 @@ import { readFile } from "node:fs/promises";
 import { randomUUID } from "node:crypto";
 import { connect, credsAuthenticator, headers } from "@nats-io/transport-node";
 
-const document = JSON.parse(await readFile(process.argv[2], "utf8"));
-const connection = await connect({
-  servers: process.env.NEXUS_URL ?? "nats://127.0.0.1:4222",
-  authenticator: credsAuthenticator(await readFile(process.env.NEXUS_CREDS)),
-});
+let document, connection;
+
+async function open() {
+  document = JSON.parse(await readFile(process.argv[2], "utf8"));
+  connection = await connect({
+    servers: process.env.NEXUS_URL ?? "nats://127.0.0.1:4222",
+    authenticator: credsAuthenticator(await readFile(process.env.NEXUS_CREDS)),
+  });
+}
 
 /** Ask the gateway; an answer with Nexus-Error-Code is an error, and its text says what was wrong. */
 async function call(subject, message, id) {
@@ -46,10 +50,11 @@ async function follow() {
 }
 
 try {
+  await open();
   process.exitCode = await follow();
 } catch (error) {
   console.error(error.message);
   process.exitCode = 2;
 } finally {
-  await connection.close();
+  await connection?.close();
 }

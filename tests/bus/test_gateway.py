@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 from nexus_bus import registry
 from nexus_bus.bus import Bus, Delivery, Done, EmbeddedServer, Outcome, ensure_tenant, inference_durable
+from nexus_bus.calls import Turns
 from nexus_bus.client import Client
 from nexus_bus.clock import now
 from nexus_bus.config import GatewayConfig
@@ -16,6 +17,7 @@ from nexus_bus.envs.catalog import describe
 from nexus_bus.errors import ContractError, NotFound, Unavailable
 from nexus_bus.models.bases import describe_backbone
 from nexus_bus.models.contract import build_contract
+from nexus_bus.pricing import Prices
 from nexus_bus.worker import Context, Pulse
 from schemas.api import PageQuery
 from schemas.base import Tensor
@@ -103,6 +105,72 @@ async def test_a_gateway_that_is_away_is_waited_for_and_two_share(acme: Client, 
     await others[0].close()
     await asyncio.gather(*(acme.jobs() for _ in range(10)))
     await others[1].close()
+
+
+async def test_of_one_tenant_a_few_calls_are_worked_on_and_others_do_not_wait_for_the_rest(
+    acme: Client, bus: Bus, gateway: Gateway, monkeypatch: pytest.MonkeyPatch
+):
+    at_work, may = list[str](), asyncio.Event()
+    look = gateway.reads.kv.keys
+
+    async def slow(prefix: str = "") -> list[str]:
+        if ".acme." in prefix:
+            at_work.append(prefix)
+            await may.wait()
+        return await look(prefix)
+
+    monkeypatch.setattr(gateway.reads.kv, "keys", slow)
+    asked = [asyncio.create_task(acme.jobs()) for _ in range(50)]
+    follower = asyncio.create_task(anext(acme.events()))  # who waits for news stands in nobody's way
+    assert await Client(bus, "globex").jobs() == []
+    assert len(at_work) <= gateway.settings.tenant_work
+    may.set()
+    assert await asyncio.gather(*asked) == [[]] * 50
+    await say(bus, 1)
+    assert (await asyncio.wait_for(follower, 10)).job == "pick"
+
+
+async def test_more_calls_than_may_be_worked_on_wait_their_turn():
+    turns, at_work, most = Turns(2), list[int](), list[int]()
+
+    async def work(number: int) -> None:
+        async with turns.of("acme"):
+            at_work.append(number)
+            most.append(len(at_work))
+            await asyncio.sleep(0)
+            at_work.remove(number)
+
+    async with turns.of("acme"), turns.of("acme"):
+        waiting = [asyncio.create_task(work(number)) for number in range(6)]
+        async with turns.of("globex"):
+            assert most == []
+    await asyncio.gather(*waiting)
+    assert max(most) == 2
+    assert len(most) == 6
+
+
+async def test_an_account_says_what_is_left_of_money_and_store(acme: Client, bus: Bus, gateway: Gateway, policy: PolicyVersion):
+    gateway.reads.prices = Prices(currency="EUR", device_s=0.5)
+    used = Usage(tenant="acme", job="pick", worker="w", kind="training", device_s=3.0, time=now())
+    await bus.publish("usage", used, msg_id="used", tenant="acme", job="pick")
+    found = (await acme.account()).used
+    assert (found["device_s"], found["money"], found["stored_bytes"]) == (3.0, 1.5, policy.weights.size)
+
+
+async def test_an_order_that_could_not_be_queued_is_on_record_all_the_same(
+    acme: Client, bus: Bus, gateway: Gateway, monkeypatch: pytest.MonkeyPatch
+):
+    send = gateway.bus.publish
+
+    async def dying(name: str, *given: Any, **tokens: Any) -> Any:
+        if name == "job.submit":
+            raise Unavailable("killed")
+        return await send(name, *given, **tokens)
+
+    monkeypatch.setattr(gateway.bus, "publish", dying)
+    with pytest.raises(Unavailable):
+        await acme.submit(JOB, timeout=0.3)
+    assert {(one.action, one.job, one.outcome) async for one in acme.audit()} == {("job.submit", "pick", "asked")}
 
 
 @pytest.fixture

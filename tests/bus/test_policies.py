@@ -18,7 +18,7 @@ from nexus_bus.bus import Bus, EmbeddedServer
 from nexus_bus.client import Client
 from nexus_bus.clock import now
 from nexus_bus.envs.catalog import describe
-from nexus_bus.errors import BadJob, BadMessage, ContractError, NotFound
+from nexus_bus.errors import BadJob, BadMessage, ContractError, NotFound, Unavailable
 from nexus_bus.models.bases import describe_backbone
 from nexus_bus.models.contract import build_contract
 from nexus_bus.plan import compile_plan
@@ -107,6 +107,26 @@ async def test_a_policy_leaves_comes_back_under_another_name_and_is_the_same(cli
     await client.export("second@0", tmp_path / "again")
     card = json.loads((tmp_path / "again" / exported.VERSION).read_bytes())
     assert card["ancestors"] == ["acme/pick@1", "pick@0", "warm@0"], "the whole way stays known"
+
+
+async def test_an_import_whose_gateway_died_before_its_order_went_out_is_asked_again(
+    client: Client, publish: Publish, bus: Bus, gateway: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    await publish("pick", 0)
+    await client.export("pick@0", tmp_path / "mine")
+    send, tries = gateway.bus.publish, list[str]()
+
+    async def dying(name: str, *given: Any, **tokens: Any) -> Any:
+        if name == "policy.import":
+            tries.append(name)
+            if len(tries) == 1:
+                raise Unavailable("killed")
+        return await send(name, *given, **tokens)
+
+    monkeypatch.setattr(gateway.bus, "publish", dying)
+    assert (await client.import_policy(tmp_path / "mine", name="second")).policy.id == "second@0"
+    assert len(tries) == 2
+    assert await bus.queued("UPLOADS") == {}, "what was used is not kept"
 
 
 async def test_an_adapter_travels_along(client: Client, publish: Publish, bus: Bus, tmp_path: Path):

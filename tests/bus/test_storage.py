@@ -227,3 +227,12 @@ async def test_a_stored_value_that_cannot_be_read_does_not_end_a_watch(bus: Bus)
         async for key, entry in kv.watch("job.", Note):
             assert (key, entry and entry.value) == ("job.acme.good", Note("fine"))
             break
+
+
+async def test_content_that_finds_no_room_is_unavailable_however_many_chunks_it_has(bus: Bus) -> None:
+    config = (await bus.js.stream_info("OBJ_blobs")).config
+    config.max_bytes = 1 << 20
+    await bus.js.update_stream(config)
+    for size in (1_500_000, 5_000_000):
+        with pytest.raises(Unavailable, match=r"not stored within .* is full"):
+            await bus.blobs.put(os.urandom(size), deadline=0.5)

@@ -35,7 +35,7 @@ async def test_who_has_another_does_not_say_a_word(secured: EmbeddedServer, tmp_
     (tmp_path / "other").mkdir()
     Listening(tls=True).files(tmp_path / "other")
     monkeypatch.setenv("NEXUS_CA", str(tmp_path / "other" / "ca.pem"))
-    with pytest.raises(Unavailable, match="CERTIFICATE_VERIFY_FAILED"):
+    with pytest.raises(Unavailable, match=r"NEXUS_CA names the ca\.pem"):
         await Bus.connect(secured.url, creds=secured.creds, timeout=1.0)
 
 
@@ -48,6 +48,12 @@ async def test_nobody_gets_in_in_the_clear(secured: EmbeddedServer):
         rest = await reader.read()
     assert b"PONG" not in rest
     writer.close()
+
+
+async def test_a_server_that_does_not_encrypt_is_not_spoken_to_under_tls(server: EmbeddedServer):
+    assert server.url.startswith("nats://")
+    with pytest.raises(Unavailable, match="does not encrypt"):
+        await Bus.connect(server.url.replace("nats://", "tls://"), creds=server.creds, timeout=1.0)
 
 
 async def test_a_certificate_that_ends_or_lacks_a_name_is_made_anew(secured: EmbeddedServer, tmp_path: Path):

@@ -36,7 +36,7 @@ def _of_provider(tenant: str) -> Iterable[str]:
     tokens = {"tenant": tenant, "job": JOB, "session": "s", "upload": "a1a1a1a1", "worker": "gateway-0", "role": "gateway"}
     for row in TABLE:
         if not row.local:
-            yield row.subject(**tokens, stream="jobs", host="host")
+            yield row.subject(**dict.fromkeys(row.tokens, "a") | tokens)  # whatever else a row has
 
 
 def _came(intruder: Attacker, on: str) -> str | None:

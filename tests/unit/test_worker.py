@@ -8,8 +8,11 @@ from unittest.mock import AsyncMock, Mock
 import pytest
 import structlog
 
+from nexus_bus.bus import EmbeddedServer
 from nexus_bus.config import RolloutConfig
-from nexus_bus.worker import Context, Pulse, _beat, side_by_side
+from nexus_bus.errors import Denied
+from nexus_bus.tenants import tenants_of
+from nexus_bus.worker import Context, Pulse, _beat, _serve, side_by_side
 
 
 async def test_a_loop_that_fails_ends_the_others_and_says_why() -> None:
@@ -73,3 +76,15 @@ async def test_the_alive_file_grows_old_while_a_worker_holds_work_and_does_not_m
     pulse.state = "draining"
     await eventually(lambda: file.read_text() == "draining")
     beating.cancel()
+
+
+async def test_a_worker_with_a_tenants_credentials_says_so_at_once(server: EmbeddedServer, tmp_path: Path) -> None:
+    async with tenants_of(server.url, server.authority) as operator:
+        (tmp_path / "acme.creds").write_text((await operator.add("acme")).creds)
+
+    async def never(_: Context) -> None:
+        raise AssertionError
+
+    settings = RolloutConfig(url=server.url, creds=str(tmp_path / "acme.creds"))
+    with pytest.raises(Denied, match=r"creds: these speak for the tenant 'acme'; a worker needs the provider's"):
+        await _serve("rollout", "rollout-0", settings, never)

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import structlog
 
 from nexus_bus.bus import Bus, Delivery, Done, Durable, EmbeddedServer, Outcome
 from nexus_bus.client import Client
@@ -259,3 +260,16 @@ def test_the_client_loads_no_torch_and_no_simulator():
         "print(sorted({'torch', 'transformers', 'mujoco'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+
+
+async def test_a_program_without_logging_of_ours_keeps_its_own_output(
+    server: EmbeddedServer, gateway: Any, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(structlog, "is_configured", lambda: False)
+    async with await Client.connect(server.url, "acme") as client:
+        client.bus.log.debug("of no interest")
+        client.bus.log.warning("the bus is away")
+    said = capfd.readouterr()
+    assert said.out == ""
+    assert "of no interest" not in said.err
+    assert "the bus is away" in said.err

@@ -83,7 +83,7 @@ def test_defaults_are_filled_in_and_integers_widen() -> None:
 def test_every_entry_is_complete() -> None:
     for name, entry in ENVIRONMENTS.items():
         assert entry.summary, name
-        assert {"image_size", "max_steps", "end_on_success"} <= set(entry.options), name
+        assert {"max_steps", "end_on_success"} <= set(entry.options), name
         for option, one in entry.options.items():
             assert one.check(option, one.default) == one.default
             assert one.meaning, option

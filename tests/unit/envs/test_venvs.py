@@ -17,7 +17,7 @@ from schemas.environment import SessionCall
 from schemas.job import EnvironmentSpec
 
 FIRST = {name: next(iter(entry.tasks)) for name, entry in ENVIRONMENTS.items() if entry.venv}
-SLOW = ("aloha", "libero-spatial", "libero-object", "libero-goal", "libero-long", "libero-90", "maniskill")
+SLOW = ("libero-spatial", "libero-object", "libero-goal", "libero-long", "libero-90", "maniskill")
 SMALL = {"image_size": 64}
 
 
@@ -63,6 +63,13 @@ def test_conventions_of_libero_are_in_its_spec() -> None:
     assert (known.observation.orientation, known.observation.state_size, known.max_steps) == ("mirrored", 8, 220)
     counts = {name: len(ENVIRONMENTS[name].tasks) for name in ENVIRONMENTS if name.startswith("libero-")}
     assert counts == {"libero-spatial": 10, "libero-object": 10, "libero-goal": 10, "libero-long": 10, "libero-90": 90}
+
+
+def test_alohas_bounds_reach_its_starting_pose() -> None:
+    known = describe(EnvironmentSpec(id="aloha", task="insertion"))
+    pose = np.array([0, -0.96, 1.16, 0, -0.3, 0, 0.1] * 2)  # radians, and grippers from 0 (closed) to 1
+    np.testing.assert_array_equal(np.clip(pose, known.action.low, known.action.high), pose)
+    assert known.observation.cameras == {"top": (480, 640, 3)}
 
 
 def test_one_that_is_not_installed_says_how(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
