@@ -161,9 +161,12 @@ class Supervisor:
         known = self._health.get(message.worker)
         self._health[message.worker] = (message.pid, time.monotonic())
         if known is None or known[0] != message.pid:
-            for child in self.children.values():
-                if child.ended is not None and child.role != "health" and not child.stopped:
-                    await self._tell(child.ended)
+            await self._tell_again()
+
+    async def _tell_again(self) -> None:
+        for child in self.children.values():
+            if child.ended is not None and child.role != "health" and not child.stopped:
+                await self._tell(child.ended)
 
     # How many there are
 
@@ -311,12 +314,16 @@ class Supervisor:
     async def _look(self) -> None:
         """A Health Manager that hangs is found here, as nobody else would."""
         back = time.monotonic()  # when the server was last away: nobody's heartbeats arrive then, and that is no fault
+        away = False
         while True:
             await asyncio.sleep(LOOK_S)
             self._oom.append(oom_kills())
             clock = time.monotonic()
             if self._bus is None or not self._bus.up.is_set():
-                back = clock
+                back, away = clock, True
+            elif away:  # who ended meanwhile was told of to nobody
+                away = False
+                await self._tell_again()
             for child in self.children.values():
                 if child.role != "health" or not child.running or not child.starts:
                     continue
