@@ -6,7 +6,7 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 # One thread and one order of summation: what tests compare to the bit must not depend on the machine's size.
 TESTS := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE MKL_CBWR=AUTO,STRICT $(BIN)/python -m pytest
 
-.PHONY: help demo test test-slow check format schemas bench bench-models bench-fairness bench-faults bench-scale bench-recovery install dev clean distclean
+.PHONY: help demo test test-slow check format schemas bench bench-models bench-fairness bench-faults bench-scale bench-envs bench-recovery install dev clean distclean
 
 help:  ## What there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | awk -F '\t' '{ printf "  make %-12s %s\n", $$1, $$2 }'
@@ -48,6 +48,9 @@ bench-faults: install  ## Kill everything at random, and see what of the jobs is
 
 bench-scale: install  ## Measure what further producers add, two minutes; runs/bench/ has the results
 	@$(BIN)/python -m ops.bench.scale $(ARGS)
+
+bench-envs: install  ## Measure sessions over the bus against simulators called directly, and datasets, four minutes; runs/bench/ has the results
+	@$(BIN)/python -m ops.bench.envs $(ARGS)
 
 bench-recovery: install  ## Measure how long the line stands still after kill -9 of each role, five minutes; runs/bench/ has the results
 	@$(BIN)/python -m ops.bench.recovery $(ARGS)

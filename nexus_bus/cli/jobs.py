@@ -146,7 +146,7 @@ async def pause_command(job: str, reason: str, url: str, tenant: str) -> None:
 @bus_options
 @asynchronous
 async def resume_command(job: str, add_device_s: float, url: str, tenant: str) -> None:
-    """Go on with a paused job where it stopped."""
+    """Go on with a paused job where it stopped. An evaluation that failed or was cancelled plays what is missing."""
     async with connect(url, tenant) as client:
         said = await client.resume(job, add_device_s=add_device_s)
     click.echo(f"{job} {said}")

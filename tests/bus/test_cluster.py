@@ -227,7 +227,7 @@ async def test_a_tenant_is_known_to_every_node_and_a_void_key_to_none(
         return found
 
     for node in range(NODES):
-        await eventually(lambda node=node: known(node, old))
+        await eventually(lambda node=node: known(node, old), within=30)
     cluster.kill(0)
     async with tenants_of(cluster.url(1), authority) as tenants:
         new.write_text((await tenants.rotate("acme")).creds)

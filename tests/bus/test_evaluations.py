@@ -160,7 +160,7 @@ async def test_every_trial_is_recorded_and_counted_once_though_a_worker_dies_and
 
     monkeypatch.setattr(rollout.Rollout, "_report", report)
     stage.held = 3
-    first = await stage.worker("rollout", rollout, concurrency=6)
+    first = await stage.worker("rollout", rollout, concurrency=6, call_timeout_s=2.0)
     await acme.submit(spec("score"))
     await eventually(lambda: sum(stage.ended.values()) == 3)
     await stage.kill(first)
@@ -218,6 +218,15 @@ async def test_one_that_completed_is_not_resumed(stage: Stage, acme: Client, eve
     await acme.submit(spec("score", episodes=1))
     await ended(acme, "score", eventually)
     with pytest.raises(BadJob, match="'score' is completed, not paused"):
+        await acme.resume("score")
+
+
+async def test_one_whose_version_is_gone_is_not_resumed(stage: Stage, acme: Client, bus: Bus, eventually: Eventually) -> None:
+    await acme.submit(spec("score"))
+    await acme.cancel("score")
+    await ended(acme, "score", eventually)
+    await keep(bus, retired="2026-11-01T00:00:00+00:00")
+    with pytest.raises(BadJob, match="init: kept@0 was retired meanwhile"):
         await acme.resume("score")
 
 

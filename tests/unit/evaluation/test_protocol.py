@@ -15,6 +15,16 @@ from schemas.evaluation import Protocol
 from schemas.job import EnvironmentSpec, EvaluationSpec, HeadSpec, JobSpec
 from schemas.plan import JobState
 
+SHIPPED = Path(__file__).parents[3] / "ops" / "examples" / "protocols"
+
+
+@pytest.mark.parametrize("path", sorted(SHIPPED.glob("*.toml")), ids=lambda path: path.stem)
+def test_the_shipped_protocols_are_ones(path: Path):
+    protocol = documents.protocol(path)
+    environment, evaluation = parts(protocol)
+    spec = JobSpec(kind="eval", name="x", init="pick@3", head=HeadSpec(), environment=environment, evaluation=evaluation)
+    assert protocol_of(compile_plan(spec, "acme")).trials * len(evaluation.tasks) == evaluation.total
+
 
 def test_a_protocol_becomes_an_environment_and_an_evaluation():
     environment, evaluation = parts(
