@@ -155,7 +155,10 @@ class Environment:
         if task is None or (task.done() and (task.exception() is not None or not task.result().alive)):
             limits = self.context.config
             starting = SimulatorHost.start(30.0, limits.call_timeout_s, environment=spec.id, memory=int(limits.memory_gb * 1e9))
-            task = self.hosts[key] = asyncio.create_task(starting)
+            dead, task = task, asyncio.create_task(starting)
+            self.hosts[key] = task
+            if dead is not None and dead.exception() is None:  # it ended while nobody called it
+                await dead.result().stop()
         host = await asyncio.shield(task)
         return host, await host.open(spec)
 

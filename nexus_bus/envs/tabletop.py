@@ -84,6 +84,8 @@ class _Stage:
     def draw(self, data: Any, camera: str) -> np.ndarray:
         if self._renderer is None:
             self._renderer = mujoco.Renderer(self.model, self.size, self.size)
+            atexit.unregister(_close_stages)
+            atexit.register(_close_stages)  # what is registered last runs first, and EGL registered its own end just before
         self._renderer.update_scene(data, camera)
         return self._renderer.render().copy()
 
@@ -96,7 +98,6 @@ class _Stage:
 _stages: dict[tuple[int, int, int], _Stage] = {}
 
 
-@atexit.register
 def _close_stages() -> None:  # a renderer that outlives EGL complains while the interpreter ends
     while _stages:
         _stages.popitem()[1].close()

@@ -45,6 +45,7 @@ AT_ONCE = (1, 2, 4)  # sessions
 ROUNDS = 3  # of both sides in turns, the better of each counts: other programs of the machine meet both alike
 TENANT, JOB = "bench", "envs"
 PATIENCE_S = 120.0
+SLOW_S = 4.0  # a simulator whose first session takes longer is measured once, and with two sessions at most
 
 Numbers = dict[str, Any]
 
@@ -70,7 +71,7 @@ class Sessions:
         """Of one environment."""
         self.bus, self.spec, self.known = bus, spec, describe(spec)
         self.chunks = {size: [to_tensor(chunk) for chunk in chunks(self.known.action, size)] for size in (1, CHUNK)}
-        self.simulator_s = 0.0  # as replies tell
+        self.calls, self.waited = 0, 0.0  # … and seconds of them that were not the simulator's process's
 
     async def open(self) -> SessionOpened:
         """A session that is reset."""
@@ -91,17 +92,16 @@ class Sessions:
         )
 
     async def play(self, opened: SessionOpened, size: int, seconds: float) -> float:
-        """Steps a second of one session, resets left out; it plays one chunk at least."""
+        """Steps a second of one session, resets left out; it plays one chunk at least, and leaves an episode that runs."""
         steps, spent, number = 0, 0.0, 0
-        await self.call(opened, SessionCall(op="reset"))
         while spent < seconds:
             call = SessionCall(op="step", actions=self.chunks[size][number % len(self.chunks[size])])
             number += 1
             began = time.perf_counter()
             reply = await self.call(opened, call)
-            spent += time.perf_counter() - began
-            steps += len(reply.rewards)
-            self.simulator_s += reply.device_s
+            took = time.perf_counter() - began
+            spent, steps = spent + took, steps + len(reply.rewards)
+            self.calls, self.waited = self.calls + 1, self.waited + took - reply.device_s
             if reply.end != "running" or reply.steps + size > self.known.max_steps:
                 await self.call(opened, SessionCall(op="reset"))
         return steps / spent
@@ -118,16 +118,13 @@ class Sessions:
 @asynccontextmanager
 async def worker(bus: Bus, url: str, home: Path) -> AsyncIterator[None]:
     """An environment worker that serves, until the end of the block; what its simulators hold is gone with it."""
-    words = [
-        "worker",
-        "environment",
-        "--name",
-        f"environment-{uuid.uuid4().hex[:8]}",
-        "--url",
-        url,
-        "--set",
-        "call_timeout_s=60",
-    ]
+    name = f"environment-{uuid.uuid4().hex[:8]}"
+
+    async def serves() -> bool:
+        found = [one.data for one in await discover(bus, "environment")]
+        return any(one["worker"] == name and one["state"] == "running" for one in found)
+
+    words = ["worker", "environment", "--name", name, "--url", url, "--set", "call_timeout_s=60"]
     with (home / "worker.log").open("ab") as log:
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "nexus_bus.cli", *words, stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log,
@@ -135,7 +132,7 @@ async def worker(bus: Bus, url: str, home: Path) -> AsyncIterator[None]:
         )  # fmt: skip
     try:
         async with asyncio.timeout(60):
-            while not any(one.data["worker"] == name for one in await discover(bus, "environment")):
+            while not await serves():
                 assert process.returncode is None, (home / "worker.log").read_text()
         yield
     finally:
@@ -157,17 +154,21 @@ async def adapter(sessions: Sessions, python: Path | None, seconds: float) -> Nu
     began = time.perf_counter()
     opened = [await sessions.open()]
     cold = time.perf_counter() - began
+    slow = cold > SLOW_S
+    counts = AT_ONCE[1:2] if slow else AT_ONCE[1:]
     async with direct(sessions.spec, sessions.known.action, (CHUNK,), python) as loop:
-        found = await best(2, direct=lambda: loop.play(CHUNK, seconds), one=lambda: sessions.play(opened[0], CHUNK, seconds))
+        found = await best(
+            1 if slow else 2, direct=lambda: loop.play(CHUNK, seconds), one=lambda: sessions.play(opened[0], CHUNK, seconds)
+        )
         numbers = {"steps_per_s": found["one"], "steps_per_s_direct": found["direct"], "first_session_s": cold}
         numbers["sessions_per_s_direct"] = await loop.cycles(seconds)
-    for count in AT_ONCE[1:]:
+    for count in counts:
         opened += [await sessions.open() for _ in range(count - len(opened))]
         rates = await asyncio.gather(*(sessions.play(one, CHUNK, seconds) for one in opened))
         numbers[f"steps_per_s_{count}"] = sum(rates)
     for one in opened:
         await sessions.call(one, SessionCall(op="close"))
-    for count in AT_ONCE:
+    for count in (1, *counts):
         rates = await asyncio.gather(*(sessions.cycles(seconds) for _ in range(count)))
         numbers[f"sessions_per_s_{count}" if count > 1 else "sessions_per_s"] = sum(rates)
     return numbers
@@ -189,13 +190,14 @@ async def overhead(bus: Bus, spec: EnvironmentSpec, rounds: int, seconds: float)
             )
             numbers[f"bus_overhead_share_224px{end}"] = found["direct"] / found["bus"] - 1
             numbers[f"bus_overhead_share_224px_raw{end}"] = found["direct"] / found["raw"] - 1
+            numbers[f"bus_ms_of_a_call{end}"], coded.calls, coded.waited = 1000 * coded.waited / coded.calls, 0, 0.0
             numbers |= {f"step_ms_224px_{side}{end}": 1000 / rate for side, rate in found.items()}
     return numbers
 
 
 async def measure(*, quick: bool) -> Numbers:
     """All adapters, each with a worker of its own."""
-    seconds, numbers, missing = (0.1 if quick else 1.0), cast(Numbers, {}), cast(dict[str, str], {})
+    seconds, numbers, missing = (0.1 if quick else 0.5), cast(Numbers, {}), cast(dict[str, str], {})
     with tempfile.TemporaryDirectory() as directory:
         home = Path(directory)
         server = EmbeddedServer(home / "nats").start()
@@ -213,7 +215,7 @@ async def measure(*, quick: bool) -> Numbers:
                         raise NotFound(f"nexus env install {venv}")
                     async with worker(bus, server.url, home):
                         if not numbers:
-                            numbers |= await overhead(bus, spec, 1 if quick else ROUNDS, seconds)
+                            numbers |= await overhead(bus, spec, 1 if quick else ROUNDS, 4 * seconds)
                             show(numbers)
                         found = await adapter(Sessions(bus, spec), python, seconds)
                 except NexusError as error:

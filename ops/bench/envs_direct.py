@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 
 from nexus_bus.envs.recipes import variables
+from nexus_bus.failures import last_words
 from schemas.job import EnvironmentSpec
 from schemas.policy import ActionSpec
 
@@ -27,7 +28,7 @@ os.dup2(2, 1)  # what simulators print is no answer
 from nexus_bus.envs import catalog
 from schemas.job import EnvironmentSpec
 spec = msgspec.json.decode(sys.argv[1], type=EnvironmentSpec)
-pool = {int(size): np.array(chunks) for size, chunks in msgspec.json.decode(sys.argv[2]).items()}
+pool = {int(size): np.array(chunks) for size, chunks in msgspec.json.decode(sys.stdin.readline()).items()}
 limit = catalog.describe(spec).max_steps
 simulator = catalog.build(spec)
 
@@ -78,6 +79,7 @@ class Loop:
     """The child."""
 
     process: asyncio.subprocess.Process
+    complaints: Path  # where what it prints goes
 
     async def play(self, size: int, seconds: float) -> float:
         """Steps a second; after each `size` of them it looks."""
@@ -92,7 +94,7 @@ class Loop:
         assert self.process.stdout is not None
         self.process.stdin.write(words.encode() + b"\n")
         answer = await asyncio.wait_for(self.process.stdout.readline(), 120)
-        assert answer, f"{words}: the simulator's process ended"
+        assert answer, f"{words}: the simulator's process ended: {last_words(self.complaints)}"
         return float(answer)
 
 
@@ -101,14 +103,17 @@ async def direct(spec: EnvironmentSpec, action: ActionSpec, sizes: tuple[int, ..
     """The loop of one simulator, on an interpreter of its own or on ours."""
     pool = {str(size): [chunk.tolist() for chunk in chunks(action, size)] for size in sizes}
     with tempfile.TemporaryDirectory(prefix="nexus-direct-") as folder:
-        process = await asyncio.create_subprocess_exec(
-            str(python or sys.executable), "-c", CHILD, msgspec.json.encode(spec).decode(), msgspec.json.encode(pool).decode(),
-            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, cwd=folder, env=variables(Path(folder), python),
-        )  # fmt: skip
+        complaints = Path(folder) / "stderr"
+        with complaints.open("wb") as printed:
+            process = await asyncio.create_subprocess_exec(
+                str(python or sys.executable), "-c", CHILD, msgspec.json.encode(spec).decode(), cwd=folder, stderr=printed,
+                stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, env=variables(Path(folder), python),
+            )  # fmt: skip
+        assert process.stdin is not None
+        process.stdin.write(msgspec.json.encode(pool) + b"\n")
         try:
-            yield Loop(process)
+            yield Loop(process, complaints)
         finally:
-            assert process.stdin is not None
             process.stdin.close()
             try:
                 await asyncio.wait_for(process.wait(), 10)

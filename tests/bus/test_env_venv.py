@@ -1,10 +1,13 @@
 """A simulator in a virtual environment of its own, behind a real environment worker: a session like any other."""
 
 import asyncio
+import tempfile
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
+import psutil
 import pytest
 import structlog
 
@@ -110,3 +113,19 @@ async def test_a_closed_session_is_gone_and_its_simulator_serves_the_next(acme: 
     with pytest.raises(BadMessage, match="reset first"):
         await acme.call(second, "step", actions=MIDDLE)
     assert [shown(reply) for reply in await acme.episode(second, seed=1)] == [shown(reply) for reply in before]
+
+
+async def test_a_simulator_that_dies_while_nobody_plays_is_replaced_and_leaves_nothing(
+    acme: Acme, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, eventually: Eventually
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    first = await acme.open()
+    before = await acme.episode(first, seed=1)
+    await acme.call(first, "close")
+    (child,) = (one for one in psutil.Process().children() if "nexus_bus.envs.child" in one.cmdline())
+    child.kill()
+    await eventually(lambda: not psutil.pid_exists(child.pid))
+    second = await acme.open()
+    assert [shown(reply) for reply in await acme.episode(second, seed=1)] == [shown(reply) for reply in before]
+    left = list(tmp_path.glob("nexus-simulator-*"))  # noqa: ASYNC240 - a look
+    assert len(left) == 1, "the dead one's folder is gone"
