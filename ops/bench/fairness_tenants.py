@@ -73,7 +73,7 @@ async def _added(server: EmbeddedServer, directory: Path, count: int) -> dict[st
 
 async def attacked() -> dict[str, Any]:
     """Every attack of tests/isolation, on a server of its own."""
-    from tests.isolation.attack import run_all
+    from tests.isolation.attacks import run_all
 
     with tempfile.TemporaryDirectory() as directory:
         server = EmbeddedServer(Path(directory) / "nats").start()
