@@ -19,13 +19,14 @@ from tests.line.conftest import Service, ended
 
 pytestmark = [pytest.mark.gl, pytest.mark.timeout(300)]
 
+STEPS = 1000  # seconds long: usage is on record, and the master looks, once a second
 TOUCH = EnvironmentSpec(id="tabletop", task="touch", options={"blocks": 1, "max_steps": 12, "reward": "dense"})
 
 
 def sft(name: str, device_s: float | None = None) -> JobSpec:
     return JobSpec(
         kind="sft", name=name, head=HeadSpec(horizon=4), environment=TOUCH, data=DataSpec(expert=ExpertSpec(episodes=4)),
-        algorithm=Sft(steps=200, batch_size=8, publish_every=50), budget=Budget(device_s=device_s), seed=1,
+        algorithm=Sft(steps=STEPS, batch_size=8, publish_every=STEPS // 4), budget=Budget(device_s=device_s), seed=1,
     )  # fmt: skip
 
 
@@ -89,7 +90,7 @@ async def test_a_device_budget_pauses_a_job_and_more_of_it_ends_it_in_the_same_b
     assert "budget.device_s" in state.reason
     assert "--add-device-s" in state.reason
     assert state.device_s > 0.2
-    assert 0 < state.done < 200, "it stopped on the way"
+    assert 0 < state.done < STEPS, "it stopped on the way"
     with pytest.raises(BadJob, match=r"budget\.device_s"):
         await client.resume("limited")
     await client.resume("limited", add_device_s=1000.0)
