@@ -1,24 +1,18 @@
 """`nexus eval --protocol`, `report` and `compare`, on a real server with a master; episodes are recorded by the test."""
 
-import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
-import structlog
 
-from nexus_bus.bus import Bus, EmbeddedServer
-from nexus_bus.cli import main
+from nexus_bus.bus import Bus
 from nexus_bus.client import Client
-from nexus_bus.config import MasterConfig
-from nexus_bus.worker import Context, Pulse
 from schemas.control import JobReport
 from schemas.evaluation import EvaluationEpisode
 from schemas.rollout import EpisodeResult
 from tests.unit.mastering import keep
-from workers.master import Master
 
 Run = Callable[..., Awaitable[tuple[int, str, str]]]
 PROTOCOL = """
@@ -30,31 +24,11 @@ max_steps = 30
 """
 
 
-@pytest.fixture
-async def nexus(
-    server: EmbeddedServer, bus: Bus, gateway: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> AsyncIterator[Run]:
-    """`await nexus("report", …)`: exit code, what was printed, what was said about errors."""
-    monkeypatch.setenv("NEXUS_URL", server.url)
-    monkeypatch.setenv("NEXUS_TENANT", "acme")
-    monkeypatch.delenv("NEXUS_CONFIG", raising=False)
-    monkeypatch.setattr("nexus_bus.logs.start", lambda *_: None)  # logging is the process's, and other tests are in it
+@pytest.fixture(autouse=True)
+async def kept(bus: Bus) -> None:
+    """Two versions to evaluate."""
     for n in (0, 1):
         await keep(bus, n)
-    log = cast(Any, structlog.get_logger())
-    context = Context("master", "master-0", bus, MasterConfig(), asyncio.Event(), Pulse(), log, "host")
-    master = Master(context)
-    await master.quotas.allowances.load()
-    serving = asyncio.create_task(master.serve())
-
-    async def run(*words: object) -> tuple[int, str, str]:
-        code = await asyncio.to_thread(main, [str(word) for word in words])
-        said = capsys.readouterr()
-        return code, said.out, said.err
-
-    yield run
-    context.stop.set()
-    await serving
 
 
 @pytest.fixture

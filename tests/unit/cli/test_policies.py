@@ -1,52 +1,25 @@
 """`nexus policies`, `export`, `import`: as a person types them, against a real server and a real master."""
 
-import asyncio
 import json
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any, cast
 
 import numpy as np
 import pytest
-import structlog
 from safetensors.numpy import save
 
 from nexus_bus import registry
-from nexus_bus.bus import Bus, EmbeddedServer
-from nexus_bus.cli import main
+from nexus_bus.bus import Bus
 from nexus_bus.clock import now
 from nexus_bus.envs.catalog import describe
 from nexus_bus.models.bases import describe_backbone
 from nexus_bus.models.contract import build_contract
-from nexus_bus.worker import Context, Pulse
 from schemas.job import EnvironmentSpec, HeadSpec
 from schemas.policy import PolicyVersion
-from workers.master import Master
 
 Run = Callable[..., Awaitable[tuple[int, str, str]]]
-
-
-@pytest.fixture
-async def nexus(
-    server: EmbeddedServer, bus: Bus, gateway: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> AsyncIterator[Run]:
-    """`await nexus("policies", "pick")`: exit code, what was printed, what was said about errors. A master serves."""
-    monkeypatch.setenv("NEXUS_URL", server.url)
-    monkeypatch.setenv("NEXUS_TENANT", "acme")
-    monkeypatch.setattr("nexus_bus.logs.start", lambda *_: None)  # logging is the process's, and other tests are in it
-    context = Context("master", "master-0", bus, None, asyncio.Event(), Pulse(), cast(Any, structlog.get_logger()), "host")
-    serving = asyncio.create_task(Master(context).serve())
-
-    async def run(*words: object) -> tuple[int, str, str]:
-        code = await asyncio.to_thread(main, [str(word) for word in words])
-        said = capsys.readouterr()
-        return code, said.out, said.err
-
-    yield run
-    context.stop.set()
-    await serving
 
 
 @pytest.fixture(autouse=True)

@@ -4,20 +4,16 @@ import asyncio
 import csv
 import io
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
-import structlog
 
-from nexus_bus.bus import Bus, EmbeddedServer
-from nexus_bus.cli import main
+from nexus_bus.bus import Bus
 from nexus_bus.clock import now
 from nexus_bus.config import MasterConfig
-from nexus_bus.worker import Context, Pulse
 from schemas.usage import Usage
-from workers.master import Master
 
 Run = Callable[..., Awaitable[tuple[int, str, str]]]
 DOCUMENT = """
@@ -29,26 +25,9 @@ data = {{ expert = {{ episodes = 5 }} }}
 
 
 @pytest.fixture
-async def nexus(
-    server: EmbeddedServer, bus: Bus, gateway: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> AsyncIterator[Run]:
-    """`await nexus("usage")`: exit code, what was printed, what was said about errors. A master lets one job run."""
-    monkeypatch.setenv("NEXUS_URL", server.url)
-    monkeypatch.setenv("NEXUS_TENANT", "acme")
-    monkeypatch.delenv("NEXUS_CONFIG", raising=False)
-    monkeypatch.setattr("nexus_bus.logs.start", lambda *_: None)  # logging is the process's, and other tests are in it
-    settings, log = MasterConfig(max_jobs=1, max_queued=2), cast(Any, structlog.get_logger())
-    context = Context("master", "master-0", bus, settings, asyncio.Event(), Pulse(), log, "host")
-    serving = asyncio.create_task(Master(context).serve())
-
-    async def run(*words: object) -> tuple[int, str, str]:
-        code = await asyncio.to_thread(main, [str(word) for word in words])
-        said = capsys.readouterr()
-        return code, said.out, said.err
-
-    yield run
-    context.stop.set()
-    await serving
+def settings() -> MasterConfig:
+    """One job at once, two in the line."""
+    return MasterConfig(max_jobs=1, max_queued=2)
 
 
 @pytest.fixture
