@@ -99,6 +99,7 @@ class EnvironmentConfig(Common, frozen=True, kw_only=True):
 
     data_root: str = field(default_factory=lambda: str(home() / "datasets"))  # a directory per tenant, and public/
     sessions: Whole = 128  # held at once
+    processes: Whole = field(default_factory=lambda: min(4, max(1, (os.cpu_count() or 2) // 2)))  # for simulators of one kind
     feeds: Whole = 8  # datasets read or recorded side by side
     call_timeout_s: Time = 20.0  # a simulator that takes longer is ended
     memory_gb: Time = 8.0  # one process of simulators that holds more is ended

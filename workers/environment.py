@@ -11,9 +11,7 @@ import asyncio
 import signal
 import sys
 import time
-import uuid
 from collections import OrderedDict
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -21,13 +19,14 @@ import msgspec
 import numpy as np
 
 from nexus_bus import registry, worker
-from nexus_bus.bus import Bus, Delivery, Done, Incoming, Outcome, Service, data_durable, die_with_parent
+from nexus_bus.bus import Bus, Delivery, Done, Incoming, Outcome, data_durable, die_with_parent
 from nexus_bus.data.reader import Dataset
 from nexus_bus.data.sampler import batch_indices
 from nexus_bus.envs.catalog import describe
 from nexus_bus.envs.host import SimulatorHost
-from nexus_bus.errors import ContractError, EnvironmentFault, NexusError, NotFound, Refused, Unavailable
+from nexus_bus.errors import EnvironmentFault, NexusError, NotFound, Refused
 from nexus_bus.serving import AHEAD, Serving
+from nexus_bus.sessions import Close, Sessions
 from nexus_bus.tensors import encode_image, to_tensor
 from nexus_bus.usage import Tally
 from nexus_bus.worker import Context
@@ -49,24 +48,7 @@ from schemas.training import TrainingBatch, TrainingSample
 ROLE: Role = "environment"
 
 ENCODED_FRAMES = 20_000  # pictures kept encoded for later epochs: about 8 KB each
-IDLE_SESSIONS = 32  # simulators of one kind kept warm for a tenant
-SWEEP_S = 1.0
-
-
-@dataclass
-class Held:
-    """One open session: a simulator in a host process, leased to whoever opened it."""
-
-    tenant: str
-    job: str
-    spec: EnvironmentSpec
-    host: SimulatorHost
-    sid: int
-    service: Service
-    lease_s: float
-    expires: float
-    accounted: float  # monotonic time up to which its lease is
-    busy: bool = False
+LOOK_S = 1.0  # between looks whether a recording is still wanted
 
 
 class Environment:
@@ -77,128 +59,38 @@ class Environment:
         self.bus: Bus = context.bus
         self.kv = context.bus.kv("registry")
         self.root = Path(context.config.data_root)
-        self.hosts: dict[tuple[str, str], asyncio.Task[SimulatorHost]] = {}  # one process per tenant and simulator kind
-        self.idle: dict[tuple[str, bytes], list[tuple[SimulatorHost, int]]] = {}  # closed sessions, kept warm
-        self.held: dict[str, Held] = {}
         self.datasets: dict[Path, Dataset] = {}
         self.encoded: OrderedDict[tuple[Path, int, str], dict[str, Image]] = OrderedDict()
         self.used = Tally(context.bus, context.name, "environment")
         self.serving = Serving(
             context.bus, lambda tenant, _: data_durable(tenant), batch=context.config.feeds + AHEAD, on_dead=self.given_up
         )
+        self.sessions = Sessions(
+            self._start, self._listen, context.config.sessions, context.pulse, context.log, context.name, self.used.add,
+            context.config.processes,
+        )  # fmt: skip
 
     # Sessions
 
     async def open(self, request: SessionOpen, incoming: Incoming) -> SessionOpened:
         """Lease a session, after the specs of policy and environment were compared."""
         tenant = incoming.tokens["tenant"]
-        if len(self.held) >= self.context.config.sessions:
-            raise Unavailable(f"environment worker {self.context.name} holds {len(self.held)} sessions, its limit; try again")
         allowed = self.serving.allowances.of(tenant).sessions  # of all workers; whoever plays orders keeps to it by itself
-        if allowed is not None and sum(held.tenant == tenant for held in self.held.values()) >= allowed:
-            raise Unavailable(
-                f"sessions: the tenant holds its limit of {allowed}; close one, or try again once its lease is over"
-            )
         known = describe(request.environment)
-        _fits(request, known.action, known.observation)
-        name = request.session or uuid.uuid4().hex[:16]
-        # Before the simulator, which takes its time: the asker sees that somebody is at it.
-        service = await self.bus.serve("env.session", self.call, tenant=tenant, session=name)
-        try:
-            host, sid = await self._simulator(tenant, request.environment)
-        except BaseException:
-            await service.stop()
-            raise
-        self.held[name] = Held(
-            tenant, request.job, request.environment, host, sid, service, request.lease_s,
-            (clock := time.monotonic()) + request.lease_s, clock,
-        )  # fmt: skip
-        self._gauge()
+        name = await self.sessions.open(tenant, request, known, allowed)
         return SessionOpened(
             session=name, subject=f"env.session.{tenant}.{name}", worker=self.context.name, version=known.simulator
         )
 
-    async def call(self, request: SessionCall, incoming: Incoming) -> SessionReply:
-        """One call on a session. A fault of the simulator ends its process and is told as a fault, never as a reward."""
-        name = incoming.tokens["session"]
-        held = self.held.get(name)
-        if held is None:
-            raise EnvironmentFault(f"session {name} is gone; open another")
-        if held.busy:
-            raise Refused(f"session {name} has a call running; one at a time")
-        held.busy = True
-        self.context.pulse.busy += 1
-        try:
-            reply = await held.host.call(held.sid, request, held.spec.image_encoding)
-        except EnvironmentFault:
-            if not held.host.alive:  # a fault of one session leaves the others of its process alone
-                await self._lost(held.host)
-            raise
-        finally:
-            held.busy = False
-            held.expires = time.monotonic() + held.lease_s
-            self.context.pulse.busy -= 1
-            self.context.pulse.progress += 1
-        self.used.add(held.tenant, held.job, simulator_s=reply.device_s, steps=len(reply.rewards))
-        if request.op == "close":
-            await self._release(name, keep=True)
-        return reply
+    async def _start(self, spec: EnvironmentSpec) -> SimulatorHost:
+        limits = self.context.config
+        return await SimulatorHost.start(30.0, limits.call_timeout_s, environment=spec.id, memory=int(limits.memory_gb * 1e9))
 
-    async def _simulator(self, tenant: str, spec: EnvironmentSpec) -> tuple[SimulatorHost, int]:
-        kept = self.idle.get((tenant, msgspec.json.encode(spec)), [])
-        while kept:
-            host, sid = kept.pop()
-            if host.alive:
-                return host, sid
-        key = (tenant, spec.id)
-        task = self.hosts.get(key)
-        if task is None or (task.done() and (task.exception() is not None or not task.result().alive)):
-            limits = self.context.config
-            starting = SimulatorHost.start(30.0, limits.call_timeout_s, environment=spec.id, memory=int(limits.memory_gb * 1e9))
-            dead, task = task, asyncio.create_task(starting)
-            self.hosts[key] = task
-            if dead is not None and dead.exception() is None:  # it ended while nobody called it
-                await dead.result().stop()
-        host = await asyncio.shield(task)
-        return host, await host.open(spec)
+    async def _listen(self, tenant: str, session: str) -> Close:
+        async def call(request: SessionCall, _incoming: Incoming) -> SessionReply:
+            return await self.sessions.call(session, request)
 
-    async def _release(self, name: str, *, keep: bool) -> None:
-        held = self.held.pop(name, None)
-        if held is None:
-            return
-        self._account(held)
-        await held.service.stop()
-        if keep and held.host.alive:
-            kept = self.idle.setdefault((held.tenant, msgspec.json.encode(held.spec)), [])
-            if len(kept) < IDLE_SESSIONS:
-                kept.append((held.host, held.sid))
-            else:
-                await held.host.close(held.sid)
-        self._gauge()
-
-    async def _lost(self, host: SimulatorHost) -> None:
-        """Every session of a dead simulator process is gone at once; the others of this worker go on."""
-        for name in [n for n, held in self.held.items() if held.host is host]:
-            await self._release(name, keep=False)
-        await host.stop()
-
-    async def sweep(self) -> None:
-        """End sessions whose lease ran out, and note how long the others were held."""
-        while True:
-            await asyncio.sleep(SWEEP_S)
-            clock = time.monotonic()
-            for name in [n for n, held in self.held.items() if not held.busy and held.expires < clock]:
-                self.context.log.warning("session lease ran out", session=name, tenant=self.held[name].tenant)
-                await self._release(name, keep=True)
-            for held in self.held.values():
-                self._account(held)
-
-    def _account(self, held: Held) -> None:
-        before, held.accounted = held.accounted, time.monotonic()
-        self.used.add(held.tenant, held.job, session_s=held.accounted - before)
-
-    def _gauge(self) -> None:
-        self.context.pulse.gauges["sessions"] = len(self.held)
+        return (await self.bus.serve("env.session", call, tenant=tenant, session=session)).stop
 
     # Datasets
 
@@ -279,7 +171,7 @@ class Environment:
             async for line in child.stdout:
                 last = line
                 self.context.pulse.progress += 1  # a long recording is not a wedged worker
-                if time.monotonic() - looked > SWEEP_S:
+                if time.monotonic() - looked > LOOK_S:
                     looked = time.monotonic()
                     if await self._over(order):
                         return False
@@ -347,11 +239,7 @@ class Environment:
 
     async def close(self) -> None:
         """End every simulator process."""
-        for name in list(self.held):
-            await self._release(name, keep=False)
-        for task in self.hosts.values():
-            if task.done() and task.exception() is None:
-                await task.result().stop()
+        await self.sessions.close()
         await self.used.flush()
 
 
@@ -360,28 +248,12 @@ def size(directory: Path) -> int:
     return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
 
 
-def _fits(request: SessionOpen, action: Any, observation: Any) -> None:
-    """Refuse a policy that does not fit the environment, by the name of what differs."""
-    for name, wanted, given in (
-        ("action.size", action.size, request.action.size),
-        ("action.gripper", action.gripper, request.action.gripper),
-        ("action bounds", (action.low, action.high), (request.action.low, request.action.high)),
-        ("action.rotation", action.rotation, request.action.rotation),
-        ("action.control", action.control, request.action.control),
-        ("observation.state_size", observation.state_size, request.observation.state_size),
-        ("observation.cameras", dict(observation.cameras), dict(request.observation.cameras)),
-        ("observation.orientation", observation.orientation, request.observation.orientation),
-    ):
-        if wanted != given:
-            raise ContractError(f"{name}: the environment has {wanted}, the policy expects {given}")
-
-
 async def main(context: Context) -> None:
     """Serve until told to stop."""
     environment = Environment(context)
     await environment.serving.allowances.load()
     service = await context.bus.serve("env.open", environment.open, queue="environment", tenant="*")
-    beside = [asyncio.create_task(work) for work in (environment.sweep(), environment.used.publish())]
+    beside = [asyncio.create_task(work) for work in (environment.sessions.sweep(), environment.used.publish())]
     context.pulse.state = "running"
     try:
         await environment.serving.consume(environment.handle, concurrency=context.config.feeds, stop=context.stop)

@@ -26,6 +26,7 @@ from nexus_bus.bus import (
 from nexus_bus.envs.catalog import describe
 from nexus_bus.errors import Unavailable
 from nexus_bus.serving import AHEAD, Serving
+from nexus_bus.sessions import Process, Sessions
 from nexus_bus.worker import Context, Pulse
 from schemas.control import Role
 from schemas.environment import PrepareOrder, SessionCall, SessionOpen, SessionOpened, SessionReply
@@ -254,10 +255,10 @@ class Simulator:
 
 
 async def test_a_tenant_opens_no_more_sessions_than_its_limit(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def simulator(*_: Any) -> tuple[Simulator, int]:
-        return Simulator(), 1
+    async def simulator(*_: Any) -> tuple[Process, Simulator, int]:
+        return Process(asyncio.get_running_loop().create_future()), Simulator(), 1
 
-    monkeypatch.setattr(environment.Environment, "_simulator", simulator)
+    monkeypatch.setattr(Sessions, "_simulator", simulator)
     for service in house.services:
         await service.stop()
     await house.tenant("acme", sessions=1)

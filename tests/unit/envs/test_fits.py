@@ -5,9 +5,9 @@ import pytest
 
 from nexus_bus.envs.catalog import describe
 from nexus_bus.errors import ContractError
+from nexus_bus.sessions import fits
 from schemas.environment import SessionOpen
 from schemas.job import EnvironmentSpec
-from workers.environment import _fits
 
 SPEC = EnvironmentSpec(id="libero-spatial", task="0")
 
@@ -21,7 +21,7 @@ def asking(part: str, **changes: object) -> SessionOpen:
 
 
 def test_the_policy_that_was_trained_there_fits() -> None:
-    _fits(asking(""), describe(SPEC).action, describe(SPEC).observation)
+    fits(asking(""), describe(SPEC))
 
 
 @pytest.mark.parametrize(
@@ -39,4 +39,4 @@ def test_the_policy_that_was_trained_there_fits() -> None:
 )
 def test_a_policy_with_another_convention_is_refused_by_name(part: str, changes: dict[str, object], said: str) -> None:
     with pytest.raises(ContractError, match=said):
-        _fits(asking(part, **changes), describe(SPEC).action, describe(SPEC).observation)
+        fits(asking(part, **changes), describe(SPEC))
