@@ -17,8 +17,11 @@ _MSGPACK = msgspec.msgpack.Encoder()
 _DECODERS: dict[tuple[type, str], Any] = {}
 
 
-def encode(row: SubjectEntry, message: Any, *, reply: bool = False) -> bytes:
+def encode(row: SubjectEntry, message: Any, *, reply: bool = False, asked: str | None = None) -> bytes:
     """Encode a message of a row (or its reply) by the row's codec.
+
+    Args:
+        asked: of a reply, the content type of the request: who asked in JSON can read JSON, bytes as base64.
 
     Raises:
         TypeError: the row carries another type; a programming error.
@@ -26,19 +29,28 @@ def encode(row: SubjectEntry, message: Any, *, reply: bool = False) -> bytes:
     wanted = row.reply if reply else row.message
     if wanted is None or not isinstance(message, wanted):
         raise TypeError(f"{row.name} carries {getattr(wanted, '__name__', 'nothing')}, not {type(message).__name__}")
-    return _MSGPACK.encode(message) if row.codec == "msgpack" else _JSON.encode(message)
+    return _MSGPACK.encode(message) if content_type(row, asked) == CONTENT_TYPES["msgpack"] else _JSON.encode(message)
 
 
-def decode(row: SubjectEntry, payload: bytes, content_type: str | None = None, *, reply: bool = False) -> Any:
+def content_type(row: SubjectEntry, asked: str | None = None) -> str:
+    """How a message of a row travels, or the reply to one that came as `asked`."""
+    return CONTENT_TYPES["json"] if asked and _plain(asked) == CONTENT_TYPES["json"] else CONTENT_TYPES[row.codec]
+
+
+def _plain(kind: str) -> str:
+    return kind.partition(";")[0].strip().lower()
+
+
+def decode(row: SubjectEntry, payload: bytes, kind: str | None = None, *, reply: bool = False) -> Any:
     """Decode a payload into the row's type, checking every constraint.
 
     Args:
-        content_type: from the message's header; without one the row's own codec is taken, for messages written by hand.
+        kind: content type from the message's header; without one the row's own codec is taken, for messages written by hand.
 
     Raises:
         BadMessage: not of that type; the text ends with the path of the field.
     """
-    kind = (content_type or CONTENT_TYPES[row.codec]).partition(";")[0].strip().lower()
+    kind = _plain(kind or CONTENT_TYPES[row.codec])
     wanted = row.reply if reply else row.message
     if wanted is None:
         raise BadMessage(f"{row.name} has no reply")

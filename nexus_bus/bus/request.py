@@ -2,9 +2,9 @@
 
 import asyncio
 import uuid
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from nats.errors import Error as NatsError
 from nats.errors import MaxPayloadError, NoRespondersError
@@ -13,12 +13,14 @@ from opentelemetry.propagate import extract
 
 from nexus_bus import faults
 from nexus_bus.bus import headers as wire
-from nexus_bus.bus.codec import decode, encode
+from nexus_bus.bus.codec import content_type, decode, encode
 from nexus_bus.errors import Denied, NexusError, Refused, Unavailable, from_code
 from schemas.subjects import SubjectEntry, parse
 
 if TYPE_CHECKING:
     from nexus_bus.bus.connection import Bus
+
+T = TypeVar("T")
 
 STOP_S = 5.0
 PROBE_S = 0.5  # how often a request that waits looks whether somebody still works on it
@@ -47,7 +49,7 @@ async def request(
         async with asyncio.timeout(timeout):
             await bus.up.wait()
             asking = bus.client.request(on, encode(row, message), timeout=timeout, headers=given)
-            msg = await (_watched(bus, asking, watch) if watch else asking)
+            msg = await (while_served(bus, asking, watch) if watch else asking)
     except NoRespondersError:
         raise Unavailable(f"{on}: nobody serves it right now") from None
     except MaxPayloadError as error:
@@ -62,7 +64,7 @@ async def request(
     return decode(row, msg.data, wire.get(msg, wire.CONTENT_TYPE) or None, reply=True)
 
 
-async def _watched(bus: "Bus", asking: Coroutine[Any, Any, Any], watch: str) -> Any:
+async def while_served(bus: "Bus", asking: Awaitable[T], watch: str) -> T:
     """What is asked, or Unavailable as soon as nobody serves `watch` any more: the server knows at once when a process dies."""
     task = asyncio.ensure_future(asking)
     try:
@@ -134,11 +136,13 @@ class Service:
     async def _answer(self, msg: Any) -> tuple[bytes, dict[str, str]]:
         try:
             _, tokens = parse(msg.subject)
-            message = decode(self._row, msg.data, wire.get(msg, wire.CONTENT_TYPE) or None)
+            asked = wire.get(msg, wire.CONTENT_TYPE)
+            message = decode(self._row, msg.data, asked or None)
             faults.at("before-call", self._row.name)
             reply = await self._handler(message, Incoming(msg.subject, tokens, dict(msg.headers or {})))
             faults.at("after-call", self._row.name)
-            return encode(self._row, reply, reply=True), wire.build(self._row, self._bus.name)
+            headers = wire.build(self._row, self._bus.name, extra={wire.CONTENT_TYPE: content_type(self._row, asked)})
+            return encode(self._row, reply, reply=True, asked=asked), headers
         except NexusError as error:
             return str(error).encode(), {wire.ERROR_CODE: error.code}
         except Exception:  # a bug must cost one request, not the service; its traceback stays here, under an id

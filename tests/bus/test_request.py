@@ -3,6 +3,7 @@
 import asyncio
 from typing import Any
 
+import msgspec
 import pytest
 from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
@@ -10,6 +11,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from nexus_bus.bus import Bus, EmbeddedServer, Incoming
 from nexus_bus.errors import BadMessage, Conflict, EnvironmentFault, NexusError, Unavailable
 from schemas.control import Ack, Heartbeat, ProcessOrder
+from schemas.environment import SessionCall, SessionReply
 from schemas.inference import InferenceReply
 
 ORDER = ProcessOrder(worker="w", action="stop", reason="test")
@@ -148,3 +150,17 @@ async def test_subjects_cannot_be_broken_out_of(bus: Bus) -> None:
         await bus.request("host.order", ORDER, host="h1.>")
     with pytest.raises(ValueError, match="is not a name"):
         bus.tail("event", tenant="acme.>")
+
+
+@pytest.mark.parametrize("asked", ["application/json", "application/JSON; charset=utf-8", "application/msgpack", ""])
+async def test_who_asks_in_json_is_answered_in_json(bus: Bus, asked: str) -> None:
+    async def handler(call: SessionCall, __: Incoming) -> SessionReply:
+        return SessionReply(state=call.state, steps=3)
+
+    await bus.serve("env.session", handler, tenant="acme", session="s")
+    body = SessionCall(op="restore", state=b"\x00\xff")
+    encoder = msgspec.json if "json" in asked.lower() else msgspec.msgpack
+    headers = {"Content-Type": asked} if asked else {}
+    answer = await bus.client.request("env.session.acme.s", encoder.encode(body), headers=headers)
+    assert (answer.headers or {})["Content-Type"] == f"application/{'json' if encoder is msgspec.json else 'msgpack'}"
+    assert encoder.decode(answer.data) == {"state": "AP8=" if encoder is msgspec.json else b"\x00\xff", "steps": 3}
