@@ -1,4 +1,4 @@
-"""Who may begin: of each tenant so many jobs at once, the others wait in line. The master's; all but `Roster` is pure.
+"""Who may begin: of each tenant so many jobs at once, the others wait in line. Pure; the master's.
 
 The line goes by priority, then by age. Before it stand the jobs that a limit of the tenant lets rest, since they held a place
 already. Whoever is stopped by something that does not concern those behind it, such as a training job where all slots are
@@ -12,11 +12,9 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import NamedTuple
 
-from nexus_bus import registry
-from nexus_bus.bus import Bus
 from schemas.plan import TERMINAL, JobState, Limit
 
-Jobs = Mapping[str, JobState]  # of one tenant, by name
+Jobs = Mapping[str, JobState]  # of one tenant, by name; those that are closed do not matter here
 
 TOLD = 64  # jobs of a tenant that are told at once what they wait for now: a long line must not hold up the other tenants
 
@@ -57,6 +55,36 @@ class Verdict(NamedTuple):
     turn: int = 0  # among those that wait for the same
 
 
+class Left(NamedTuple):
+    """What is still asked about a closed job."""
+
+    dataset_bytes: int
+    seconds: float  # from its beginning to its end; 0: it did not complete
+    trains: bool
+
+
+class Past:
+    """What a tenant's closed jobs left, added up."""
+
+    def __init__(self) -> None:
+        """Of none."""
+        self.dataset_bytes = 0
+        self._seconds = {True: 0.0, False: 0.0}  # by whether they trained
+        self._completed = {True: 0, False: 0}
+
+    def add(self, left: Left, times: int = 1) -> None:
+        """Count a job, or with -1 no longer."""
+        self.dataset_bytes += times * left.dataset_bytes
+        if left.seconds > 0:
+            self._seconds[left.trains] += times * left.seconds
+            self._completed[left.trains] += times
+
+    def mean_s(self, kinds: tuple[bool, ...] = (True, False)) -> float:
+        """Seconds that a job took that completed: of those that trained, of the others, or of all. 0: none has."""
+        completed = sum(self._completed[trained] for trained in kinds)
+        return sum(self._seconds[trained] for trained in kinds) / completed if completed else 0.0
+
+
 def running(jobs: Iterable[JobState]) -> int:
     """How many hold a place."""
     return sum(state.phase not in TERMINAL and state.phase not in ("waiting", "paused") for state in jobs)
@@ -65,6 +93,12 @@ def running(jobs: Iterable[JobState]) -> int:
 def trains(state: JobState) -> bool:
     """Whether a job needs a slot, and keeps what it learns."""
     return state.plan.spec.kind != "eval"
+
+
+def left(state: JobState) -> Left:
+    """What remains of a job once it is closed."""
+    completed = state.phase == "completed" and state.started
+    return Left(state.dataset_bytes, _seconds(state.started, state.ended) if completed else 0.0, trains(state))
 
 
 def held(state: JobState) -> bool:
@@ -133,14 +167,13 @@ def import_refusal(limits: Limits) -> str:
     return limits.closed or next((bar.why for bar in limits.bars if bar.limit == "stored_bytes"), "")
 
 
-def estimate(verdict: Verdict, jobs: Iterable[JobState], limits: Limits) -> float:
+def estimate(verdict: Verdict, past: Past, limits: Limits) -> float:
     """Seconds until a job comes to its turn, if jobs go on taking what the tenant's took. 0: nothing to go by, as with a budget
     that somebody has to raise.
     """
     width = {"jobs": limits.jobs, "slots": limits.slots}.get(verdict.limit)
-    like = (state for state in jobs if verdict.limit != "slots" or trains(state))
-    took = [_seconds(state.started, state.ended) for state in like if state.phase == "completed" and state.started]
-    return math.ceil(verdict.turn / width) * sum(took) / len(took) if width and took else 0.0
+    like = (True,) if verdict.limit == "slots" else (True, False)
+    return math.ceil(verdict.turn / width) * past.mean_s(like) if width else 0.0
 
 
 def waits(verdict: Verdict, seconds: float) -> str:
@@ -185,27 +218,3 @@ def _waits(state: JobState) -> bool:
 
 def _seconds(start: str, end: str) -> float:
     return (datetime.fromisoformat(end) - datetime.fromisoformat(start)).total_seconds()
-
-
-class Roster:
-    """Jobs by tenant as this master last saw them: its own writes at once, another master's within a tick."""
-
-    def __init__(self, bus: Bus) -> None:
-        """Knows nobody yet."""
-        self._kv = bus.kv("registry")
-        self._jobs: dict[str, dict[str, JobState]] = {}
-        self._revisions: dict[tuple[str, str], int] = {}
-
-    def note(self, state: JobState, revision: int) -> None:
-        """Take a state that was read or written; of one job, older ones are passed over."""
-        tenant, job = state.plan.tenant, state.plan.spec.name
-        if tenant in self._jobs and revision >= self._revisions.get((tenant, job), 0):
-            self._jobs[tenant][job], self._revisions[tenant, job] = state, revision
-
-    async def of(self, tenant: str) -> Jobs:
-        """A tenant's jobs, by name. What cannot be read is left out."""
-        if tenant not in self._jobs:
-            self._jobs[tenant] = {}
-            for entry in (await self._kv.entries(registry.job_key(tenant, ""), JobState)).values():
-                self.note(entry.value, entry.revision)
-        return self._jobs[tenant]

@@ -251,7 +251,7 @@ class Reads:
         return entry.value if entry is not None else None
 
     async def _entries(self, prefix: str, query: PageQuery, kind: type[Any]) -> tuple[list[Any], str]:
-        keys = sorted((key for key in await self.kv.keys(prefix)), key=_order)
+        keys = sorted(await self.kv.keys(prefix, deleted=True), key=_order)
         keys = [key for key in keys if not query.after or _order(key) > _order(query.after)]
         some = keys[: query.limit]
         entries = await asyncio.gather(*(self.kv.get(key, kind) for key in some))

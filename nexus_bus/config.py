@@ -108,7 +108,8 @@ class EnvironmentConfig(Common, frozen=True, kw_only=True):
 class RolloutConfig(Common, frozen=True, kw_only=True):
     """Rollout."""
 
-    concurrency: Whole = 24  # episodes side by side
+    concurrency: Whole = 24  # episodes side by side …
+    own_concurrency: Whole = 64  # … and of those in environments of tenants' own, which wait on other machines
     infer_timeout_s: Time = 20.0
     open_timeout_s: Time = 30.0
     call_timeout_s: Time = 25.0  # above the environment's own, so that its answer arrives

@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from nexus_bus import progress, registry
-from nexus_bus.admission import Limits, Roster, held, rests, stops
+from nexus_bus.admission import Limits, held, rests, stops
 from nexus_bus.audit import audit
 from nexus_bus.bus import Bus, Entry
 from nexus_bus.errors import BadJob, Conflict, NotFound, Refused
 from nexus_bus.quotas import Quotas
+from nexus_bus.roster import Roster
 from schemas.job import JobPause, JobResume
 from schemas.plan import TERMINAL, JobState, Limit
 from schemas.policy import PolicyVersion
@@ -55,19 +56,24 @@ class Pausing:
             return
         await audit(self.bus, tenant, action, order.job, "ok", said, key=submission)
 
-    async def check(self, state: JobState, limits: Limits) -> None:
-        """Let a running job rest whose tenant, or whose own device budget, has come to its end."""
+    def due(self, state: JobState, limits: Limits) -> bool:
+        """Whether a job runs whose tenant, or whose own device budget, has come to its end."""
+        if state.phase in TERMINAL or state.phase in ("waiting", "paused"):
+            return False
         budget, tenant, job = state.plan.spec.budget.device_s, state.plan.tenant, state.plan.spec.name
-        if state.phase in ("waiting", "paused"):
+        spent = budget is not None and self.spending.of(tenant, job).device_s > budget + state.added_device_s
+        return spent or limits.bar(state) is not None
+
+    async def check(self, state: JobState, limits: Limits) -> None:
+        """Let a job rest that is due to."""
+        if not self.due(state, limits):
             return
         if (bar := limits.bar(state)) is not None:
             await self.hold(state, bar.limit, bar.why)
             return
-        if budget is None:
-            return
-        budget += state.added_device_s
-        if (used := self.spending.of(tenant, job).device_s) <= budget:
-            return
+        tenant, job = state.plan.tenant, state.plan.spec.name
+        budget = (state.plan.spec.budget.device_s or 0.0) + state.added_device_s
+        used = self.spending.of(tenant, job).device_s
         why = f"budget.device_s: {used:.1f} of {budget:g} s are used; `nexus resume {job} --add-device-s N` goes on from here"
         key = f"{state.submission}/{state.resumed}"
         await self.pause(tenant, job, why, key)
@@ -106,7 +112,8 @@ class Pausing:
                 state = msgspec.structs.replace(state, reason=reason, limit=limit)
             else:
                 # Before it is written: once it is, somebody may resume it and hand the orders out anew.
-                await self.bus.purge("rollout.run", tenant=tenant, job=job)
+                for name in ("rollout.run", "rollout.own"):
+                    await self.bus.purge(name, tenant=tenant, job=job)
                 limited = state.plan.spec.budget.device_s is not None
                 device_s = self.spending.of(tenant, job).device_s if limited else 0.0
                 state = msgspec.structs.replace(progress.pause(state, reason, time.time(), device_s), limit=limit)

@@ -8,7 +8,8 @@ from pathlib import PurePosixPath
 
 import msgspec
 
-from nexus_bus.envs.catalog import EnvDescription, describe
+from nexus_bus.envs.catalog import NO_OWN, EnvDescription, Own, describe, options_of
+from nexus_bus.envs.offered import is_own
 from nexus_bus.errors import BadJob
 from nexus_bus.evaluation.protocol import described
 from nexus_bus.models.bases import SHIPPED, BackboneInfo, check_backbone, check_targets, describe_backbone, require_weights
@@ -40,12 +41,19 @@ class _Parts:
     observation: ObservationSpec
 
 
-def compile_plan(spec: JobSpec, tenant: str, init: PolicyVersion | JobSpec | None = None, resident: str | None = None) -> Plan:
+def compile_plan(
+    spec: JobSpec,
+    tenant: str,
+    init: PolicyVersion | JobSpec | None = None,
+    resident: str | None = None,
+    own: Own = NO_OWN,
+) -> Plan:
     """Check a job and decide how it runs.
 
     Args:
         init: what `spec.init` names: a version that exists, or the spec of the job that will make it; None when offline.
         resident: the base that the service holds; None when offline.
+        own: environments that workers of the tenant's own serve.
 
     Raises:
         BadJob, NotFound: the job asks for something that does not exist or does not fit; the text begins with the field.
@@ -61,10 +69,13 @@ def compile_plan(spec: JobSpec, tenant: str, init: PolicyVersion | JobSpec | Non
     if spec.kind != "eval" and spec.tier not in backbone.tiers:
         raise BadJob(f"tier: {spec.tier!r} is not for {backbone.name!r}, which serves {', '.join(backbone.tiers)}")
     head, lora = _head(spec, init), _lora(spec, backbone, init)
-    environment = describe(spec.environment) if spec.environment is not None else None
-    tasks = described(spec.environment, spec.evaluation) if spec.environment is not None else []
+    if spec.environment is not None and is_own(spec.environment.id):
+        options = options_of(spec.environment, own)
+        spec = msgspec.structs.replace(spec, environment=msgspec.structs.replace(spec.environment, options=options))
+    environment = describe(spec.environment, own) if spec.environment is not None else None
+    tasks = described(spec.environment, spec.evaluation, own) if spec.environment is not None else []
     _check_environment(spec, environment, head, backbone)
-    action, observation = _spaces(spec, environment, init)
+    action, observation = _spaces(spec, environment, init, own)
     _check_memory(spec, head)
     check_backbone(
         backbone,
@@ -97,6 +108,12 @@ def compile_plan(spec: JobSpec, tenant: str, init: PolicyVersion | JobSpec | Non
         estimates=_estimates(parts, execute, batches),
         notes=notes,
     )
+
+
+def names_own(spec: JobSpec, init: PolicyVersion | JobSpec | None) -> bool:
+    """Whether a job, or the one it begins from, plays in an environment of its tenant's own."""
+    specs = [one for one in (spec, init) if isinstance(one, JobSpec)]
+    return any(one.environment is not None and is_own(one.environment.id) for one in specs)
 
 
 def _check_kind(spec: JobSpec) -> None:
@@ -218,7 +235,7 @@ def _check_environment(spec: JobSpec, environment: EnvDescription | None, head: 
 
 
 def _spaces(
-    spec: JobSpec, environment: EnvDescription | None, init: PolicyVersion | JobSpec | None
+    spec: JobSpec, environment: EnvDescription | None, init: PolicyVersion | JobSpec | None, own: Own
 ) -> tuple[ActionSpec, ObservationSpec]:
     if environment is None:
         if isinstance(init, PolicyVersion):
@@ -228,7 +245,7 @@ def _spaces(
     if isinstance(init, PolicyVersion):
         had_action, had_seen = init.contract.action, init.contract.observation
     elif init is not None and init.environment is not None:
-        known = describe(init.environment)
+        known = describe(init.environment, own)
         had_action, had_seen = known.action, known.observation
     else:
         return action, observation
@@ -304,7 +321,8 @@ def _subjects(tenant: str, spec: JobSpec, phases: list[Phase]) -> dict[str, str]
     if spec.kind == "rl":
         found["rollout records"] = subject("train.record", tenant=tenant, job=job)
     if spec.kind == "rl" or any(phase.startswith("evaluating") for phase in phases):
-        found["rollout orders"] = subject("rollout.run", tenant=tenant, job=job)
+        played = "rollout.own" if spec.environment is not None and is_own(spec.environment.id) else "rollout.run"
+        found["rollout orders"] = subject(played, tenant=tenant, job=job)
         found["inference"] = subject("infer.request", tenant=tenant)
     return found
 

@@ -7,13 +7,13 @@ are deleted, unless a living version has the same. What a killed master left hal
 import asyncio
 from collections import defaultdict
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from nexus_bus import registry
 from nexus_bus.audit import audit
-from nexus_bus.bus import Bus, Entry
+from nexus_bus.bus import Bus
 from nexus_bus.clock import now
 from nexus_bus.errors import BadJob, BadMessage, Conflict, NotFound, Refused
 from nexus_bus.exported import LARGEST, check_weights
@@ -28,10 +28,7 @@ from schemas.policy import PolicyContract, PolicyImport, PolicyVersion
 if TYPE_CHECKING:
     from nexus_bus.worker import Context
 
-T = TypeVar("T")
-
 GRACE_S = 60.0  # from retirement to deletion: what was asked for before is still answered
-AT_ONCE = 256  # entries read together
 
 
 class Policies:
@@ -113,7 +110,7 @@ class Policies:
         """Delete what was sent for an import that was refused, unless somebody has the same."""
         refs = [order.weights, *([order.adapter] if order.adapter is not None else [])]
         async with self.storing:
-            entries = (await self._entries(registry.policies_prefix(), PolicyVersion)).values()
+            entries = (await self.kv.entries(registry.policies_prefix(), PolicyVersion, strict=True)).values()
             living = {ref.sha256 for entry in entries if not entry.value.retired for ref in _blobs(entry.value)}
             for ref in refs:
                 if ref.sha256 not in living:
@@ -150,7 +147,7 @@ class Policies:
 
     async def _sweep(self) -> None:
         jobs: dict[str, list[JobState]] = defaultdict(list)
-        for state in (await self._entries("job.", JobState)).values():
+        for state in (await self.kv.entries("job.", JobState, strict=True)).values():
             jobs[state.value.plan.tenant].append(state.value)
         for tenant, own in jobs.items():
             needed: dict[str, set[int]] = defaultdict(set)
@@ -167,7 +164,7 @@ class Policies:
         job = state.plan.spec.name
         if self.looked.get((tenant, job)) == (state.version, needed):
             return
-        entries = await self._entries(registry.policies_prefix(tenant, job), PolicyVersion)
+        entries = await self.kv.entries(registry.policies_prefix(tenant, job), PolicyVersion, strict=True)
         with_weights = {entry.value.n: key for key, entry in entries.items() if not entry.value.retired}
         pins = {entry.value.n for entry in entries.values() if entry.value.pinned}
         for n in retire(with_weights, pins, spec, needed):
@@ -191,7 +188,7 @@ class Policies:
         if self.dying == set():
             return
         async with self.storing:
-            entries = await self._entries(registry.policies_prefix(), PolicyVersion)
+            entries = await self.kv.entries(registry.policies_prefix(), PolicyVersion, strict=True)
             retired = {key: entry for key, entry in entries.items() if entry.value.retired and not entry.value.purged}
             living = {ref.sha256 for entry in entries.values() if not entry.value.retired for ref in _blobs(entry.value)}
             self.dying = set(retired)
@@ -203,15 +200,6 @@ class Policies:
                         await self.bus.blobs.delete(ref)
                 await self.kv.put(key, msgspec.structs.replace(entry.value, purged=True))
                 self.dying.discard(key)
-
-    async def _entries(self, prefix: str, kind: type[T]) -> dict[str, Entry[T]]:
-        keys = await self.kv.keys(prefix)
-        found: dict[str, Entry[T]] = {}
-        for first in range(0, len(keys), AT_ONCE):
-            some = keys[first : first + AT_ONCE]
-            entries = await asyncio.gather(*(self.kv.get(key, kind) for key in some))
-            found |= {key: entry for key, entry in zip(some, entries, strict=True) if entry is not None}
-        return found
 
 
 def _checked(contract: PolicyContract, weights: bytes, adapter: bytes | None) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from nexus_bus.clock import derive_seed
+from nexus_bus.envs.offered import is_own
 from nexus_bus.evaluation.statistics import wilson
 from schemas.control import JobReport
 from schemas.environment import FeedOrder, PrepareOrder
@@ -128,7 +129,9 @@ def _prepare(state: JobState) -> tuple[str, str, PrepareOrder]:
 def _rollout(state: JobState, purpose: str, batch: int, index: int, version: str, protocol: EvaluationSpec | None) -> Any:
     plan, spec, environment = state.plan, state.plan.spec, _environment(state.plan)
     greedy = protocol is not None
-    task, trial = protocol.part(index) if protocol else ("", index)
+    # Of the starts that an environment numbers, training takes one after another, not the same few in each update.
+    each = spec.algorithm.episodes_per_update if isinstance(spec.algorithm, Ppo) else 0
+    task, trial = protocol.part(index) if protocol else ("", batch * each + index)
     seed = protocol.seed + trial if protocol else derive_seed(spec.seed, "episode", batch, index)
     order = RolloutOrder(
         tenant=plan.tenant,
@@ -152,7 +155,8 @@ def _rollout(state: JobState, purpose: str, batch: int, index: int, version: str
         simulator=protocol.simulator if protocol else "",
     )
     again = f"/{state.resumed}" if state.resumed else ""  # the queue remembers the ids of what was taken back
-    return "rollout.run", f"{plan.tenant}/{spec.name}/{purpose}/{batch}/{index}{again}", order
+    kind = "rollout.own" if is_own(environment.id) else "rollout.run"
+    return kind, f"{plan.tenant}/{spec.name}/{purpose}/{batch}/{index}{again}", order
 
 
 def _environment(plan: Plan) -> EnvironmentSpec:

@@ -13,9 +13,10 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 
 from nexus_bus import pricing
-from nexus_bus.admission import Bar, Jobs, Limits, Roster
+from nexus_bus.admission import Bar, Limits
 from nexus_bus.allowances import NO_LIMITS, Allowances
 from nexus_bus.bus import Bus
+from nexus_bus.roster import Roster
 from nexus_bus.spending import Spending
 from nexus_bus.stored import Keeping
 from schemas.tenant import TenantLimits, TenantRecord
@@ -42,12 +43,12 @@ class Quotas:
         record, limits = self.allowances.record(tenant), self.allowances.of(tenant)
         if record is not None and record.phase == "removed":
             limits = NO_LIMITS  # nobody follows what it has used any more
-        jobs = await self._roster.of(tenant)
+        recorded = await self._roster.dataset_bytes(tenant)
         return Limits(
             jobs=limits.jobs or self._service.jobs,
             queued=limits.queued or self._service.queued,
             slots=limits.slots,
-            bars=(*_suspension(record), *self._budgets(tenant, limits), *self._storage(tenant, limits, jobs)),
+            bars=(*_suspension(record), *self._budgets(tenant, limits), *self._storage(tenant, limits, recorded)),
             closed=_closed(record),
             sure=self._sure(tenant, limits),
             jobs_by="limits.jobs" if limits.jobs else self._service.jobs_by,
@@ -74,11 +75,11 @@ class Quotas:
             currency = self._prices.currency
             yield Bar("money", f"limits.money: {cost:.2f} of your {limits.money:g} {currency} are used{MORE}")
 
-    def _storage(self, tenant: str, limits: TenantLimits, jobs: Jobs) -> Iterator[Bar]:
+    def _storage(self, tenant: str, limits: TenantLimits, recorded: int) -> Iterator[Bar]:
         most = limits.stored_bytes
         if most is None:
             self.keeping.forget(tenant)
-        elif (size := self.keeping.of(tenant).size() + sum(state.dataset_bytes for state in jobs.values())) >= most:
+        elif (size := self.keeping.of(tenant).size() + recorded) >= most:
             yield Bar(
                 "stored_bytes",
                 f"limits.stored_bytes: {size:,} of your {most:,} bytes are kept; keep fewer versions{LESS}",

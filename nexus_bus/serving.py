@@ -19,7 +19,7 @@ from schemas.tenant import TenantLimits
 AHEAD = 2  # messages at hand beyond those in work: a tenant that waits must be seen to wait, or it counts as idle
 
 # What tenants' consumers are called before the dash.
-_KINDS = {"JOBS": ("orders",), "INFERENCE": ("infer",), "ROLLOUT": ("rollout", "data")}
+_KINDS = {"JOBS": ("orders",), "INFERENCE": ("infer",), "ROLLOUT": ("rollout", "own", "data")}
 _ORDERS = "JOBS"  # may hold the first order of somebody whom nobody knows yet
 
 

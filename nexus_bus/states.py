@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from nexus_bus import progress, registry
-from nexus_bus.admission import Roster
 from nexus_bus.audit import audit
 from nexus_bus.bus import Bus, Entry, remove_job
 from nexus_bus.clock import now
 from nexus_bus.errors import Conflict
+from nexus_bus.roster import Roster
 from nexus_bus.spending import Spending
 from schemas.control import JobReport
 from schemas.events import EventType
@@ -87,7 +87,7 @@ class States:
     async def close(self, state: JobState) -> None:
         """Remove what is queued for a job that has ended, announce it, and let others begin."""
         tenant, job = state.plan.tenant, state.plan.spec.name
-        for name in ("rollout.run", "env.feed", "env.prepare"):
+        for name in ("rollout.run", "rollout.own", "env.feed", "env.prepare"):
             await self.bus.purge(name, tenant=tenant, job=job)
         if state.plan.spec.kind != "eval":
             await remove_job(self.bus, tenant, job)

@@ -6,6 +6,8 @@ unfold to more than `MAX_PIXELS`, is refused with `BadMessage`.
 
 import io
 import math
+import struct
+import zlib
 from typing import Any, Literal
 
 import numpy as np
@@ -63,12 +65,31 @@ def encode_image(picture: np.ndarray, encoding: Encoding = "png") -> Image:
     shape = (height, width, channels)
     if encoding == "raw":
         return Image(encoding="raw", shape=shape, data=np.ascontiguousarray(picture).tobytes())
-    buffer = io.BytesIO()
     if encoding == "png":
-        Pillow.fromarray(picture).save(buffer, "PNG", compress_level=1)  # 1: a third of the time of the default, similar size
-    else:
-        Pillow.fromarray(picture).save(buffer, "JPEG", quality=JPEG_QUALITY, subsampling=0)
-    return Image(encoding=encoding, shape=shape, data=buffer.getvalue())
+        return Image(encoding="png", shape=shape, data=_png(picture))
+    buffer = io.BytesIO()
+    Pillow.fromarray(picture).save(buffer, "JPEG", quality=JPEG_QUALITY, subsampling=0)
+    return Image(encoding="jpeg", shape=shape, data=buffer.getvalue())
+
+
+def _png(picture: np.ndarray) -> bytes:
+    """Two to five times as fast as Pillow, which tries five filters on every row, at about the size that it makes.
+
+    Each row is told as its difference to the one above, and runs of equal bytes are all that is looked for.
+    """
+    height, width, _ = picture.shape
+    rows = np.empty((height, 1 + 3 * width), np.uint8)
+    flat = picture.reshape(height, 3 * width)
+    rows[:, 0] = 2  # the filter "up"
+    rows[0, 1:] = flat[0]
+    np.subtract(flat[1:], flat[:-1], out=rows[1:, 1:])
+    packer = zlib.compressobj(1, strategy=zlib.Z_RLE)
+    packed = packer.compress(rows.data) + packer.flush()
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)  # 8 bits of each of three colours
+    return b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(data, zlib.crc32(kind)))
+        for kind, data in ((b"IHDR", header), (b"IDAT", packed), (b"IEND", b""))
+    )
 
 
 def decode_image(image: Image) -> np.ndarray:

@@ -69,11 +69,16 @@ def run(
     worker = name or f"{role}-{os.getpid()}"
     logs.start(role, worker, settings.log_level)
     faults.start(role, worker)
+    return in_loop(_serve(role, worker, settings, main))
+
+
+def in_loop(work: Coroutine[Any, Any, int]) -> int:
+    """Run a process's work on the fastest event loop there is."""
     try:
         import uvloop  # absent on some platforms; asyncio's own loop serves there
     except ImportError:
-        return asyncio.run(_serve(role, worker, settings, main))
-    return uvloop.run(_serve(role, worker, settings, main))
+        return asyncio.run(work)
+    return uvloop.run(work)
 
 
 async def _serve(role: Role, name: str, settings: Any, main: Main) -> int:

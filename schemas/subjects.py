@@ -18,6 +18,7 @@ Delivery = Literal["work", "log", "request", "beat"]  # one worker takes it | ke
 
 GATEWAY = "tenant.{tenant}."  # before what a tenant asks: put there by the server, see nexus_bus/bus/authority.py
 EVENTS_EXPORT = "event.{tenant}.>"  # what a tenant may listen to; on its side `event.>`
+ASK_EXPORT = "ask.{tenant}.>"  # what its own environment workers are asked; on its side `ask.>`
 
 _TOKEN = re.compile(NAME_PATTERN)
 _FIELD = re.compile(r"\{(\w+)\}")
@@ -90,6 +91,11 @@ TABLE: tuple[SubjectEntry, ...] = (
     _call("policy.upload", api.UploadChunk, control.Ack, "A piece of a policy that comes from elsewhere.", codec="msgpack"),
     _call("policy.import", api.UploadedImport, api.Taken, "Register a policy that was sent before."),
     _call("infer.request", inference.InferenceRequest, inference.InferenceReply, "Ask a version to act.", codec="msgpack"),
+    _call("env.describe", environment.EnvironmentQuery, environment.EnvironmentFound, "What a policy must fit."),
+    _call("env.open", environment.SessionAsk, environment.SessionLease, "Lease an environment session."),
+    _call("env.call", environment.SessionStep, environment.SessionReply, "One call on a session.", codec="msgpack"),
+    _call("env.offer", environment.OwnOffer, control.Ack, "Serve an environment of one's own."),
+    _call("env.answer", environment.OwnAnswer, control.Ack, "What its worker says when asked on `ask.>`.", codec="msgpack"),
     _call("event.read", api.LogQuery, api.EventPage, "What happened. Live, without replay: subscribe `event.>`."),
     _call("eval.read", api.LogQuery, api.EpisodePage, "Episodes of evaluations, as they end."),
     _call("eval.film", api.FilmQuery, api.FilmFound, "What the policy saw in one of them.", codec="msgpack"),
@@ -112,6 +118,8 @@ TABLE: tuple[SubjectEntry, ...] = (
          summary="Keep a policy version for good, or no longer."),
     _row("rollout.run", "rollout.run.{tenant}.{job}", rollout.RolloutOrder, stream="ROLLOUT", producer="master",
          consumer="rollout", summary="Play one episode."),
+    _row("rollout.own", "rollout.own.{tenant}.{job}", rollout.RolloutOrder, stream="ROLLOUT", producer="master",
+         consumer="rollout", summary="Play one episode in an environment of the tenant's own."),
     _row("env.prepare", "env.prepare.{tenant}.{job}", environment.PrepareOrder, stream="ROLLOUT", producer="master",
          consumer="environment", summary="Record or open a job's dataset, and report its statistics."),
     _row("env.feed", "env.feed.{tenant}.{job}", environment.FeedOrder, stream="ROLLOUT", producer="master",
@@ -120,6 +128,14 @@ TABLE: tuple[SubjectEntry, ...] = (
          producer="rollout", consumer="environment", summary="Lease an environment session."),
     _row("env.session", "env.session.{tenant}.{session}", environment.SessionCall, reply=environment.SessionReply,
          codec="msgpack", delivery="request", producer="rollout", consumer="environment", summary="One call on a session."),
+    _row("env.own", "env.own.{tenant}", environment.SessionOpen, reply=environment.SessionOpened, delivery="request",
+         producer="rollout", consumer="gateway", summary="Lease a session of an environment of the tenant's own."),
+    _row("ask.open", "ask.{tenant}.open.{environment}", environment.OwnAsk, codec="msgpack", delivery="beat",
+         producer="gateway", consumer="a tenant's environment worker", summary="Open a session; one of them answers."),
+    _row("ask.call", "ask.{tenant}.call.{worker}", environment.OwnAsk, codec="msgpack", delivery="beat",
+         producer="gateway", consumer="a tenant's environment worker", summary="A call on a session of this one's."),
+    _row("env.answered", "env.answered.{gateway}", environment.OwnAnswered, reply=control.Ack, codec="msgpack",
+         delivery="request", producer="gateway", consumer="gateway", summary="An answer for another gateway."),
     _row("infer.request", "infer.request.{tenant}", inference.InferenceRequest, stream="INFERENCE", codec="msgpack",
          producer="rollout, gateway", consumer="inference",
          summary="THE INFERENCE QUEUE: one observation for one policy version."),

@@ -1,6 +1,7 @@
 """Gateway: the tenants' door. Takes their orders to the master's queue, asks the Inference Queue for them, reads for them.
 
-Reads   requests `tenant.<name>.<call>`, where the server has put the name; registry, logs and blobs on behalf of that tenant.
+Reads   requests `tenant.<name>.<call>`, where the server has put the name; registry, logs and blobs on behalf of that tenant;
+        env.own of rollout workers.
 Writes  JOBS (orders under ids that begin with the tenant), INFERENCE (infer.request), UPLOADS, blobs (imports), AUDIT.
 Killed  whoever asked gets no answer and asks again: orders carry ids, reads change nothing. Several share the requests.
 """
@@ -18,6 +19,7 @@ import msgspec
 
 from nexus_bus import registry, worker
 from nexus_bus.audit import audit
+from nexus_bus.bridge import Bridge
 from nexus_bus.bus import Bus, Incoming
 from nexus_bus.bus.page import last_sequence, whole
 from nexus_bus.calls import Reads, Turns
@@ -44,7 +46,9 @@ UPLOADS = 4  # of one tenant that have begun and are not used yet
 ASSEMBLED = 2  # files put together side by side: each may be large
 REGISTERED_S, LOOK_S = 2.0, 0.05  # for an import that was asked for before to show
 # Calls that wait for others, and take their turns only for what they do themselves.
-PATIENT = frozenset({"infer.request", "event.read", "eval.read", "usage.read", "audit.read"})
+PATIENT = frozenset(
+    {"infer.request", "env.open", "env.call", "env.answer", "event.read", "eval.read", "usage.read", "audit.read"}
+)
 ID_LENGTH = 200  # of a message id that a tenant chooses
 REASON_LENGTH = 1000  # of why a job is stopped: it is kept with the job
 ORDER_BYTES = 64 << 10  # of an order; it is kept with its job
@@ -76,6 +80,7 @@ class Gateway:
         self.settings: GatewayConfig = context.config or GatewayConfig()
         self.turns = Turns(self.settings.tenant_work)
         self.reads = Reads(context.bus, self.turns)
+        self.bridge = Bridge(context.bus)
         self.under_way: Counter[str] = Counter()  # by tenant
         self.ordered: dict[str, tuple[float, float]] = {}  # by tenant: orders it may send at once, as of a time
         self.met: set[str] = set()  # tenants who have ordered something here
@@ -101,6 +106,11 @@ class Gateway:
             "policy.upload": self.upload,
             "policy.import": self.take_in,
             "infer.request": self.infer,
+            "env.describe": self.bridge.describe,
+            "env.open": self.bridge.lease,
+            "env.call": self.bridge.step,
+            "env.offer": self.bridge.offer,
+            "env.answer": self.bridge.answer,
             "event.read": reads.events,
             "eval.read": reads.episodes,
             "eval.film": reads.film,
@@ -112,6 +122,7 @@ class Gateway:
     async def open(self) -> None:
         """Listen."""
         self.inbox = (await self.bus.inbox("infer.reply", self._answered)).subject
+        await self.bridge.open()
         handlers = self.handlers()
         for call in CALLS:
             handler = handlers[call.local] if call.local in PATIENT else self._in_turn(handlers[call.local])
@@ -314,8 +325,10 @@ async def main(context: Context) -> None:
     """Serve until told to stop."""
     gateway = Gateway(context)
     await gateway.open()
+    sweeping = asyncio.create_task(gateway.bridge.sweep())
     context.pulse.state = "running"
     await context.stop.wait()
+    sweeping.cancel()
 
 
 def run(**options: Any) -> int:

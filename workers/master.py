@@ -11,23 +11,24 @@ Killed  at any moment: an order is handed out before the state that counts it is
 import asyncio
 import re
 import time
-from collections import defaultdict
 from collections.abc import Awaitable
 from typing import Any
 
 import msgspec
 
 from nexus_bus import admission, initial, progress, registry, serving, worker
-from nexus_bus.admission import Limits, Roster, Verdict
+from nexus_bus.admission import Limits, Verdict
 from nexus_bus.audit import audit
 from nexus_bus.bus import Bus, Delivery, Done, Entry, Outcome, Retry, ensure_job, orders_durable
 from nexus_bus.clock import now
 from nexus_bus.config import MasterConfig
 from nexus_bus.errors import BadMessage, Conflict, Refused, Unavailable
+from nexus_bus.offers import offered
 from nexus_bus.pausing import Pausing
-from nexus_bus.plan import compile_plan
+from nexus_bus.plan import compile_plan, names_own
 from nexus_bus.policies import Policies
 from nexus_bus.quotas import Quotas
+from nexus_bus.roster import Roster
 from nexus_bus.serving import AHEAD, Serving
 from nexus_bus.states import States
 from nexus_bus.stored import Stored
@@ -152,7 +153,8 @@ class Master:
             return
         try:
             given = await initial.named(self.kv, self.policies, tenant, spec)
-            plan = await asyncio.to_thread(compile_plan, spec, tenant, given, self.settings.base)
+            own = await offered(self.bus, tenant) if names_own(spec, given) else {}
+            plan = await asyncio.to_thread(compile_plan, spec, tenant, given, self.settings.base, own)
         except Refused as error:
             await self.states.refuse(tenant, spec.name, submission, str(error))
             return
@@ -193,13 +195,9 @@ class Master:
         closing what a killed master left.
         """
         await self._meet()
-        by_tenant: defaultdict[str, list[JobState]] = defaultdict(list)
-        for entry in (await self.kv.entries("job.", JobState)).values():
-            self.roster.note(entry.value, entry.revision)
-            by_tenant[entry.value.plan.tenant].append(entry.value)
-        for tenant, states in by_tenant.items():
+        for tenant in await self.roster.tenants():
             limits = await self.quotas.of(tenant)
-            for state in states:
+            for state in list((await self.roster.of(tenant)).values()):
                 await self._carefully(state.plan.spec.name, self._look(state, limits))
             await self._move_up(tenant)
 
@@ -255,15 +253,29 @@ class Master:
         await self.stored.sweep()
 
     async def _look(self, state: JobState, limits: Limits) -> None:
+        """What seems due is read again first: another master may have moved the job, and this one hear of it late."""
+        if not self._due(state, limits):
+            return
         tenant, job = state.plan.tenant, state.plan.spec.name
-        if state.closed or state.phase == "paused":
+        entry = await self.kv.get(registry.job_key(tenant, job), JobState)
+        if entry is None:
+            return
+        state = entry.value
+        self.roster.note(state, entry.revision)
+        if not self._due(state, limits):
             return
         if state.phase in TERMINAL:
             await self.states.close(state)
-        elif state.deadline is not None and time.time() > state.deadline:
+        elif _late(state):
             await self.states.end(tenant, job, "failed", f"budget.wall_s: {state.plan.spec.budget.wall_s:g} s are used up")
         else:
             await self.pausing.check(state, limits)
+
+    def _due(self, state: JobState, limits: Limits) -> bool:
+        """Whether a job is to be closed, to be ended or to rest."""
+        if state.closed or state.phase == "paused":
+            return False
+        return state.phase in TERMINAL or _late(state) or self.pausing.due(state, limits)
 
     async def _try_begin(self, tenant: str, job: str) -> None:
         """Begin a waiting job or go on with one that rests because of a limit, or tell it what it waits for."""
@@ -287,7 +299,7 @@ class Master:
         verdict = admission.verdicts(own, limits, state)[job]
         if verdict.limit:
             if verdict.limit != state.limit or not (state.queued or admission.held(state)):
-                await self._stopped(entry, verdict, admission.estimate(verdict, own.values(), limits))
+                await self._stopped(entry, verdict, admission.estimate(verdict, await self.roster.past(tenant), limits))
         elif admission.held(state):
             await self.pausing.release(state)
         else:
@@ -311,6 +323,11 @@ class Master:
         data: dict[str, Any] = {"place": verdict.place, "estimate_s": seconds, "limit": verdict.limit}
         key = f"queued/{submission}/{verdict.limit}"
         await self.context.event("job.queued", tenant, job=job, key=key, message=why, data=data)
+
+
+def _late(state: JobState) -> bool:
+    """Whether its wall budget is used up."""
+    return state.deadline is not None and time.time() > state.deadline
 
 
 async def main(context: Context) -> None:

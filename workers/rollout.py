@@ -1,7 +1,7 @@
 """Rollout: plays episodes, a session of the Environment Service on one side and the Inference Queue on the other.
 
-Reads   ROLLOUT (rollout.run: a durable consumer per tenant, served by shares of time), registry (tenants and their limits),
-        answers of inference workers on its inbox.
+Reads   ROLLOUT (rollout.run: a durable consumer per tenant, served by shares of time; rollout.own: the same in environments
+        of tenants' own, while they offer any), registry (tenants and their limits), answers of inference workers on its inbox.
 Writes  INFERENCE (infer.request), TRAINING (rollout records), EVALS and FILMS (of evaluations), JOBS (episode reports).
 Killed  the order was not acknowledged and is played again, by anybody, to the same record under the same id: seeds and the
         policy version are in the order.
@@ -18,8 +18,10 @@ import numpy as np
 from nexus_bus import telemetry, worker
 from nexus_bus.bus import Bus, Delivery, Done, Outcome, rollout_durable
 from nexus_bus.clock import now
+from nexus_bus.envs.offered import is_own
 from nexus_bus.errors import ContractError, EnvironmentFault, Refused, Unavailable, from_code
 from nexus_bus.evaluation.recorder import Recorder
+from nexus_bus.offers import OwnServing
 from nexus_bus.serving import AHEAD, Serving
 from nexus_bus.tensors import from_tensor, to_tensor
 from nexus_bus.worker import Context
@@ -153,10 +155,10 @@ class Rollout:
             lease_s=self.context.config.session_lease_s,
             session=uuid.uuid4().hex[:16],
         )
-        return await self.bus.request(
-            "env.open", request, timeout=self.context.config.open_timeout_s, tenant=order.tenant,
-            watch=subject("env.session", tenant=order.tenant, session=request.session or ""),
-        )  # fmt: skip
+        serves = "env.own" if is_own(order.environment.id) else "env.open"
+        watch = subject("env.session", tenant=order.tenant, session=request.session or "")
+        timeout = self.context.config.open_timeout_s
+        return await self.bus.request(serves, request, timeout=timeout, tenant=order.tenant, watch=watch)
 
     async def _call(self, order: RolloutOrder, opened: SessionOpened, call: SessionCall) -> SessionReply:
         with telemetry.span(f"environment.{call.op}"):
@@ -214,7 +216,7 @@ class Rollout:
             policy=order.policy,
             task=order.environment.task,
             seed=order.seed,
-            trial=order.index,
+            trial=_trial(order),
             steps=episode.steps,
             terminated=last.terminated,
             truncated=last.truncated,
@@ -285,7 +287,7 @@ class Rollout:
 
     async def given_up(self, delivery: Delivery, reason: str) -> None:
         """An order that cannot be played fails its job by name; a missing episode would leave it waiting for ever."""
-        if delivery.row.name != "rollout.run":
+        if delivery.row.name not in ("rollout.run", "rollout.own"):
             return
         job = delivery.tokens["job"]
         report = JobReport(job=job, kind="failed", reason=f"an episode could not be played: {reason}")
@@ -319,8 +321,12 @@ async def main(context: Context) -> None:
         batch=concurrency + AHEAD,
         on_dead=rollout.given_up,
     )
+    own = OwnServing(context.bus, on_dead=rollout.given_up)
     context.pulse.state = "running"
-    await serving.consume(rollout.handle, concurrency=concurrency, stop=context.stop)
+    await asyncio.gather(
+        serving.consume(rollout.handle, concurrency=concurrency, stop=context.stop),
+        own.consume(rollout.handle, concurrency=context.config.own_concurrency, stop=context.stop),
+    )
 
 
 def run(**options: Any) -> int:

@@ -16,12 +16,14 @@ from typing import Any
 
 from nexus_bus.bus.jwt import Key, creds_text, issued_at, mint, unix_now
 from nexus_bus.errors import Denied
-from schemas.subjects import CALLS, EVENTS_EXPORT
+from schemas.subjects import ASK_EXPORT, CALLS, EVENTS_EXPORT
 from schemas.tenant import TenantRecord
 
 OPERATOR_FILE, PROVIDER_FILE, SYSTEM_FILE = "operator.nk", "provider.creds", "system.creds"
 FOR_EVER = 2**53  # a revocation names what was issued up to then, and clocks differ
 _NO_LIMITS = {"subs": -1, "data": -1, "payload": -1, "imports": -1, "exports": -1, "conn": -1, "leaf": -1, "wildcards": True}
+# What comes to tenants unasked: its name, the provider's subjects, the tenant's own.
+_HEARD = (("events", EVENTS_EXPORT, "event.>"), ("asks", ASK_EXPORT, "ask.>"))
 _ANYTHING: dict[str, Any] = {"pub": {}, "sub": {}}
 
 
@@ -107,7 +109,7 @@ class Authority:
     def _provider_token(self, issued: int) -> str:
         exports = [
             {"name": call.local, "subject": call.wildcard, "type": "service", "response_type": "Singleton"} for call in CALLS
-        ] + [{"name": "events", "subject": EVENTS_EXPORT.format(tenant="*"), "type": "stream"}]
+        ] + [{"name": name, "subject": what.format(tenant="*"), "type": "stream"} for name, what, _ in _HEARD]
         storage = {"mem_storage": -1, "disk_storage": -1, "streams": -1, "consumer": -1}
         return mint(self.operator, self.provider.public, "provider", _account(_NO_LIMITS | storage, exports), issued=issued)
 
@@ -129,14 +131,18 @@ class Authority:
                 }
                 for call in CALLS
             ]  # fmt: skip
-            events = EVENTS_EXPORT.format(tenant=record.name)
-            imports.append(
-                {"name": "events", "account": account, "subject": events, "local_subject": "event.>", "type": "stream"}
-            )
+            imports += [
+                {
+                    "name": name, "account": account, "subject": what.format(tenant=record.name), "local_subject": local,
+                    "type": "stream",
+                }
+                for name, what, local in _HEARD
+            ]  # fmt: skip
         claims = _account(limits, imports=imports) | ({"revocations": record.revoked} if record.revoked else {})
         # Of every user without permissions of its own, which is all of them: a new call needs no new credentials.
         claims["default_permissions"] = {
-            "pub": {"allow": [call.local for call in CALLS]}, "sub": {"allow": ["_INBOX.>", "event.>"]},
+            "pub": {"allow": [call.local for call in CALLS]},
+            "sub": {"allow": ["_INBOX.>", *(local for _, _, local in _HEARD)]},
         }  # fmt: skip
         return mint(self.operator, record.account, record.name, claims, issued=record.issued)
 

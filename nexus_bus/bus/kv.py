@@ -69,8 +69,11 @@ class Kv:
         """Remove a key; watchers see it."""
         await self._write(key, b"", {OPERATION: "DEL"}, deadline)
 
-    async def keys(self, prefix: str = "") -> list[str]:
-        """Keys that begin with `prefix`, sorted."""
+    async def keys(self, prefix: str = "", *, deleted: bool = False) -> list[str]:
+        """Keys that begin with `prefix`, sorted; with those that were deleted it costs little, however many there are."""
+        if deleted:
+            on = await self._bus.queued(self._stream, self._filter(prefix))
+            return sorted(key for one in on if (key := one.removeprefix(self._prefix)).startswith(prefix))
         found: list[str] = []
         async with Reader(self._bus, self._stream, (self._filter(prefix),), "last_per_subject") as reader:
             async for msg in reader.stored():
@@ -79,8 +82,10 @@ class Kv:
                     found.append(key)
         return sorted(found)
 
-    async def entries(self, prefix: str, kind: type[T]) -> dict[str, Entry[T]]:
-        """What is there under keys that begin with `prefix`, in one pass. What cannot be read is logged and left out."""
+    async def entries(self, prefix: str, kind: type[T], *, strict: bool = False) -> dict[str, Entry[T]]:
+        """What is there under keys that begin with `prefix`, in one pass. What cannot be read is logged and left out; or else
+        raises BadMessage.
+        """
         found: dict[str, Entry[T]] = {}
         async with Reader(self._bus, self._stream, (self._filter(prefix),), "last_per_subject") as reader:
             async for msg in reader.stored():
@@ -89,6 +94,8 @@ class Kv:
                     try:
                         found[key] = self._entry(key, msg.data, msg.metadata.sequence.stream, kind)
                     except BadMessage as error:
+                        if strict:
+                            raise
                         self._bus.log.warning("a stored value cannot be read", error=str(error))
         return found
 

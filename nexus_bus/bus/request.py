@@ -64,6 +64,37 @@ async def request(
     return decode(row, msg.data, wire.get(msg, wire.CONTENT_TYPE) or None, reply=True)
 
 
+async def ask_aside(bus: "Bus", row: SubjectEntry, on: str, message: Any, answer: "asyncio.Future[T]", timeout: float) -> T:
+    """Ask somebody who answers by another way, into `answer`.
+
+    Raises:
+        Refused: the question is too large to be sent.
+        Unavailable: nobody is there to ask, or no longer, or no answer in time.
+    """
+    tasks: list[asyncio.Future[Any]] = []
+    try:
+        async with asyncio.timeout(timeout):
+            await bus.up.wait()
+            # As a request, so that the server says when nobody hears it; the reply that it waits for never comes.
+            given = wire.build(row, bus.name)
+            asking = asyncio.ensure_future(bus.client.request(on, encode(row, message), timeout=timeout, headers=given))
+            watching = asyncio.ensure_future(while_served(bus, answer, on))
+            tasks += asking, watching
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if not watching.done():
+                asking.result()
+            return await watching
+    except NoRespondersError:
+        raise Unavailable(f"{on}: nobody serves it right now") from None
+    except MaxPayloadError as error:
+        raise Refused(f"{on}: larger than the server takes in one message") from error
+    except (NatsError, TimeoutError) as error:
+        raise Unavailable(f"{on}: no answer within {timeout:g} s") from error
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
 async def while_served(bus: "Bus", asking: Awaitable[T], watch: str) -> T:
     """What is asked, or Unavailable as soon as nobody serves `watch` any more: the server knows at once when a process dies."""
     task = asyncio.ensure_future(asking)

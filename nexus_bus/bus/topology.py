@@ -49,7 +49,9 @@ STREAMS: tuple[Stream, ...] = (
     Stream("TRACES", work=False, max_bytes=256 * MB, max_age_s=DAY_S),
     Stream("DEAD", work=False, max_bytes=128 * MB, max_age_s=30 * DAY_S, duplicates_s=600.0),
 )
-BUCKETS = {"registry": 1024 * MB, "leases": 16 * MB}
+OFFER_S = 15.0  # an offer that is not repeated is over
+# Bytes, and seconds until a value is forgotten that nobody wrote again.
+BUCKETS = {"registry": (1024 * MB, 0.0), "leases": (16 * MB, 0.0), "offers": (64 * MB, OFFER_S)}
 BLOBS, PAYLOADS = "blobs", "payloads"  # for good; and for messages too large to travel, which are read within days or never
 OBJECTS = {BLOBS: (4096 * MB, 0.0), PAYLOADS: (1024 * MB, 7 * DAY_S)}
 
@@ -98,6 +100,12 @@ def rollout_durable(tenant: str, sessions: int | None = None) -> Durable:
     return Durable("ROLLOUT", f"rollout-{tenant}", filters, ack_wait=3.0, max_ack_pending=sessions or 1024, max_deliver=8)
 
 
+def own_durable(tenant: str, sessions: int) -> Durable:
+    """A tenant's own consumer of orders to play in its own environment, of which there are so many `sessions`."""
+    filters = (_all_jobs("rollout.own", tenant),)
+    return Durable("ROLLOUT", f"own-{tenant}", filters, ack_wait=3.0, max_ack_pending=sessions, max_deliver=8)
+
+
 def data_durable(tenant: str) -> Durable:
     """A tenant's own consumer of orders to prepare datasets, and to feed batches from them."""
     filters = tuple(_all_jobs(name, tenant) for name in ("env.prepare", "env.feed"))
@@ -139,14 +147,15 @@ def _configs(replicas: int) -> Iterator[StreamConfig]:
             duplicate_window=stream.duplicates_s,
             num_replicas=replicas,
         )
-    for bucket, size in BUCKETS.items():
+    for bucket, (size, age) in BUCKETS.items():
         yield StreamConfig(
             name=f"KV_{bucket}",
             subjects=[f"$KV.{bucket}.>"],
             max_msgs_per_subject=1,
             max_bytes=size,
+            max_age=age,
             discard=DiscardPolicy.NEW,
-            duplicate_window=120.0,
+            duplicate_window=min(120.0, age or 120.0),
             allow_rollup_hdrs=True,
             deny_delete=True,
             allow_direct=True,
@@ -241,7 +250,7 @@ async def remove_tenant(bus: "Bus", tenant: str) -> None:
     """Take a tenant's consumers away, and what is queued for them. Its key in the registry goes first: who still serves the
     tenant makes them anew.
     """
-    for durable in (orders_durable(tenant), *_of_workers(tenant)):
+    for durable in (orders_durable(tenant), own_durable(tenant, 1), *_of_workers(tenant)):
         for on in durable.filters:
             await bus.drop(durable.stream, on)
         await bus.ask(f"$JS.API.CONSUMER.DELETE.{durable.stream}.{durable.name}")

@@ -43,11 +43,15 @@ def bus_options(command: Command) -> Command:
         "--tenant", default=default_tenant, show_default="NEXUS_TENANT, else whom the credentials speak for",
         help="On whose behalf.",
     )  # fmt: skip
-    creds = click.option(
+    return url(tenant(creds_option(command)))
+
+
+def creds_option(command: Command) -> Command:
+    """`--creds`."""
+    return click.option(
         "--creds", is_eager=True, expose_value=False, callback=_use_creds, type=click.Path(dir_okay=False),
         show_default="NEXUS_CREDS, else those of `nexus up`", help="A .creds file.",
-    )  # fmt: skip
-    return url(tenant(creds(command)))
+    )(command)  # fmt: skip
 
 
 def provider_only(client: Any, what: str) -> None:

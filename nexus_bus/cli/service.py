@@ -12,8 +12,8 @@ import click
 
 from nexus_bus import config
 from nexus_bus.cli.listening import listening_options
-from nexus_bus.cli.options import pairs
-from nexus_bus.errors import Unavailable
+from nexus_bus.cli.options import creds_option, pairs
+from nexus_bus.errors import Refused, Unavailable
 from schemas.control import Role
 
 START_S, STOP_S = 45.0, 40.0
@@ -146,11 +146,29 @@ def down_command(home: Path) -> None:
 @click.argument("role", type=click.Choice(list(config.ROLES)))
 @click.option("--name", help="Name of this worker; unique on the bus.  [default: ROLE-pid]")
 @click.option("--url", help="NATS server.  [default: NEXUS_URL, else that of `nexus up`]")
+@creds_option
 @click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="A setting; `nexus config ROLE` lists them.")
-def worker_command(role: str, name: str | None, url: str | None, settings: tuple[str, ...]) -> int:
-    """Join a bus as one worker, until SIGTERM or Ctrl-C."""
+@click.option("--env", metavar="MODULE:CALLABLE", help="Serve a simulator or robot of your own; found from where you are.")
+@click.option("--as", "suffix", metavar="NAME", help="With --env: jobs call it own-NAME.  [default: own]")
+@click.option("--sessions", type=click.IntRange(1, 64), help="With --env: so many at once.  [default: 1]")
+def worker_command(
+    role: str, name: str | None, url: str | None, settings: tuple[str, ...], env: str | None, suffix: str | None,
+    sessions: int | None,
+) -> int:  # fmt: skip
+    """Join a bus as one worker, until SIGTERM or Ctrl-C.
+
+    `nexus worker environment --env MODULE:CALLABLE --creds acme.creds` runs on a tenant's machine, with the tenant's
+    credentials, and serves an environment of its own to that tenant's jobs: environment = { id = "own", task = "default" }.
+    """
     import importlib
 
     flags = {key.replace("-", "_"): value for key, value in pairs(settings, "--set").items()}
+    if env is not None:
+        if role != "environment":
+            raise Refused(f"--env: {role} has none; `nexus worker environment --env {env}`")
+        own = importlib.import_module("workers.own")
+        return own.run(env=env, suffix=suffix, sessions=sessions or 1, name=name, url=url, flags=flags)
+    if suffix is not None or sessions is not None:
+        raise Refused("--as, --sessions: only with --env; how many sessions other workers hold is a setting (--set sessions=N)")
     # By name: the library does not know its workers.
     return importlib.import_module(f"workers.{role}").run(name=name, url=url, flags=flags)

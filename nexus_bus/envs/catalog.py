@@ -4,11 +4,13 @@ The master checks a job against it (`nexus plan`, `nexus catalog`), and workers/
 """
 
 import importlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from nexus_bus.envs import recipes
 from nexus_bus.envs.benchmarks import BENCHMARKS
 from nexus_bus.envs.entry import END, SIZE, EnvironmentEntry, Option, Options, box, observation, steps
+from nexus_bus.envs.offered import START, is_own
 from nexus_bus.envs.simulator import Simulator
 from nexus_bus.errors import BadJob, NotFound
 from nexus_bus.nearest import nearest
@@ -16,6 +18,10 @@ from schemas.job import EnvironmentSpec
 from schemas.policy import ActionSpec, ObservationSpec
 
 __all__ = ["ENVIRONMENTS", "EnvDescription", "EnvironmentEntry", "Option", "build", "describe", "entry_of", "options_of"]
+
+
+Own = Mapping[str, EnvironmentEntry]  # a tenant's own environments, by id
+NO_OWN: Own = {}
 
 
 @dataclass(frozen=True)
@@ -153,34 +159,36 @@ ENVIRONMENTS: dict[str, EnvironmentEntry] = {
 }
 
 
-def entry_of(spec: EnvironmentSpec) -> EnvironmentEntry:
-    """The catalogue entry. Raises NotFound listing what exists."""
-    entry = ENVIRONMENTS.get(spec.id)
+def entry_of(spec: EnvironmentSpec, own: Own = NO_OWN) -> EnvironmentEntry:
+    """The catalogue entry; `own` are the tenant's own ones. Raises NotFound listing what exists."""
+    entry = ENVIRONMENTS.get(spec.id) or own.get(spec.id)
+    if entry is None and is_own(spec.id):
+        raise NotFound(f"environment.id: no worker of yours serves {spec.id!r} right now; start one first: {START}")
     if entry is None:
-        raise NotFound(f"environment.id: no environment {spec.id!r}{nearest(spec.id, ENVIRONMENTS)}")
+        raise NotFound(f"environment.id: no environment {spec.id!r}{nearest(spec.id, {**ENVIRONMENTS, **own})}")
     if entry.tasks and spec.task not in entry.tasks:
         raise NotFound(f"environment.task: {spec.id} has no task {spec.task!r}{nearest(spec.task, entry.tasks)}")
     return entry
 
 
-def options_of(spec: EnvironmentSpec) -> Options:
+def options_of(spec: EnvironmentSpec, own: Own = NO_OWN) -> Options:
     """The spec's options, checked, with defaults filled in. Raises NotFound, BadJob."""
-    entry = entry_of(spec)
+    entry = entry_of(spec, own)
     unknown = sorted(set(spec.options) - set(entry.options))
     if unknown:
         raise BadJob(f"environment.options.{unknown[0]}: {spec.id} has no such option{nearest(unknown[0], entry.options)}")
     return {name: option.check(name, spec.options.get(name, option.default)) for name, option in entry.options.items()}
 
 
-def describe(spec: EnvironmentSpec) -> EnvDescription:
+def describe(spec: EnvironmentSpec, own: Own = NO_OWN) -> EnvDescription:
     """What a policy must fit. Raises NotFound or BadJob, listing what exists."""
-    entry, options = entry_of(spec), options_of(spec)
+    entry, options = entry_of(spec, own), options_of(spec, own)
     action, seen = entry.spaces(spec.task, options)
     if entry.sentences:
         instructions = entry.sentences(spec.task, options)
     else:
         instructions = entry.tasks.get(spec.task) or (str(options.get("instruction", "")),)
-    limit, version = int(options["max_steps"]), _versions(spec.id, entry)
+    limit, version = int(options["max_steps"]), entry.simulator or _versions(spec.id, entry)
     return EnvDescription(action, seen, limit, list(instructions), version, entry.expert, entry.success, entry.varies)
 
 

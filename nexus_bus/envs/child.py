@@ -17,7 +17,7 @@ from typing import cast
 
 import msgspec
 
-from nexus_bus.envs.catalog import EnvDescription, describe
+from nexus_bus.envs.catalog import ENVIRONMENTS, EnvDescription, describe
 from nexus_bus.envs.session import Session
 from nexus_bus.envs.stepped import Stepped, restart
 from nexus_bus.envs.wire import LENGTH, PROTOCOL, Answer, Described, Encoding, Request
@@ -35,12 +35,13 @@ class Child:
 
     def serve(self, channel: socket.socket) -> None:
         """Answer requests until the parent closes its end."""
-        with channel.makefile("rwb") as stream:
+        decoder, encoder, frame = msgspec.msgpack.Decoder(Request), msgspec.msgpack.Encoder(), bytearray()
+        with channel.makefile("rb") as stream:
             while len(head := stream.read(LENGTH.size)) == LENGTH.size:
-                request = msgspec.msgpack.decode(stream.read(LENGTH.unpack(head)[0]), type=Request)
-                frame = msgspec.msgpack.encode(self.answer(request))
-                stream.write(LENGTH.pack(len(frame)) + frame)
-                stream.flush()
+                request = decoder.decode(stream.read(LENGTH.unpack(head)[0]))
+                encoder.encode_into(self.answer(request), frame, LENGTH.size)  # behind its length: pictures are copied once
+                LENGTH.pack_into(frame, 0, len(frame) - LENGTH.size)
+                channel.sendall(frame)
         for session in self.sessions.values():
             session.close()
 
@@ -64,6 +65,8 @@ class Child:
         match request.op:
             case "ping":
                 return Answer(protocol=PROTOCOL)
+            case "tasks":
+                return Answer(tasks=list(ENVIRONMENTS[cast(EnvironmentSpec, request.spec).id].tasks))
             case "describe":
                 return Answer(described=_described(describe(cast(EnvironmentSpec, request.spec))))
             case "open":

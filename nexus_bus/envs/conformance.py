@@ -5,6 +5,7 @@ It plays a few short episodes. A session guards the rest (refusals, limits, end 
 environment that is not ours: `module:callable`.
 """
 
+import contextlib
 import importlib
 import os
 import sys
@@ -17,11 +18,11 @@ import numpy as np
 
 from nexus_bus.envs.catalog import ENVIRONMENTS
 from nexus_bus.envs.session import Observed, Session, Stepped
-from nexus_bus.errors import NotFound
+from nexus_bus.errors import NexusError, NotFound
 from schemas.job import EnvironmentSpec
 
 EXPERT_EPISODES = 5
-LEAK_BYTES = 64 << 20  # what memory may grow by over the resets of a leak check
+GROWTH = {"MB of memory": 64, "open files": 8, "threads": 8}  # what a process may gain over the resets of a leak check
 _STEPS = 12
 _SETTLED = 20  # resets after which caches are full
 
@@ -43,20 +44,29 @@ def check(spec: EnvironmentSpec, resets: int = 0) -> list[Finding]:
     Raises what opening a Session raises.
     """
     session = Session(spec)
-    try:
-        found = [Finding(rule, seen) for rule, probe in RULES.items() for seen in probe(session)]
-        found += [Finding("resets leave nothing behind", seen) for seen in _leaks(session, resets)]
-    finally:
-        session.close()
-    try:
-        session.close()
-    except Exception as error:  # noqa: BLE001 - whatever it is, it is the finding
-        found.append(Finding("closing twice does nothing", f"{type(error).__name__}: {error}"))
-    return found
+    found: list[Finding] = []
+    for rule, probe in {**RULES, LEAKS: lambda session: _leaks(session, resets)}.items():
+        try:
+            found += [Finding(rule, seen) for seen in probe(session)]
+        except NexusError as error:
+            found.append(Finding(rule, f"{type(error).__name__}: {error}"))
+    return found + [Finding("it closes cleanly, and a second time does nothing", seen) for seen in _closing(session)]
 
 
 def _described(session: Session) -> list[str]:
-    observed, known = session.reset(1), session.description
+    moments = [session.reset(1), *(done.observed for done in _play(session))]
+    found = list(dict.fromkeys(seen for moment in moments for seen in _moment(moment, session)))
+    if not np.array_equal(session.render(), next(iter(moments[-1].images.values()), None)):  # type: ignore[arg-type]
+        found.append("render shows something else than the first camera's picture of the same moment")
+    moved = not np.array_equal(moments[0].state, moments[-1].state)
+    if moved and all(np.array_equal(picture, moments[-1].images[name]) for name, picture in moments[0].images.items()):
+        found.append(f"the pictures stand still while the state moves, over {len(moments) - 1} actions")
+    return found
+
+
+def _moment(observed: Observed, session: Session) -> list[str]:
+    """What is wrong with one observation."""
+    known = session.description
     found: list[str] = []
     shapes = {camera: picture.shape for camera, picture in observed.images.items()}
     if shapes != {camera: tuple(shape) for camera, shape in known.observation.cameras.items()}:
@@ -81,6 +91,48 @@ def _same_seed(session: Session) -> list[str]:
     again, repeated = session.reset(3), _play(session)
     found = [] if _equal(first, again) else ["the first observation differs"]
     return found if all(map(_alike, history, repeated)) else [*found, "the same actions led elsewhere"]
+
+
+def _apart(session: Session) -> list[str]:
+    """Sessions share a process, and one that is lost is opened again: neither may be seen in an episode."""
+    alone, history = session.reset(12), _play(session)
+    before = _children()
+    try:
+        other = Session(session.spec)
+    except NexusError as error:
+        return [f"a second one cannot be opened beside it: {error}"]
+    found: list[str] = []
+    together: list[Stepped] = []
+    try:
+        if not _equal(alone, other.reset(12)) or not all(map(_alike, history, _play(other))):
+            found.append("another session gave another episode for the same seed")
+        session.reset(12)
+        other.reset(13)
+        for action in _actions(session)[: _STEPS // 2]:
+            together += [session.step(action[None])] if session.end == "running" else []
+            _ = other.step(action[None]) if other.end == "running" else None
+    finally:
+        other.close()
+    together += [session.step(action[None]) for action in _actions(session)[_STEPS // 2 :] if session.end == "running"]
+    if not all(map(_alike, history, together)):
+        found.append("a session that was played and closed beside it changed its episode")
+    left = _children() - before
+    return found + ([f"closing it left {len(left)} processes running"] if left else [])
+
+
+def _flags(session: Session) -> list[str]:
+    """Asked of the simulator itself, because a session makes a flag of whatever it is given."""
+    simulator = session._simulator  # noqa: SLF001
+    session.reset(14)
+    for step, action in enumerate(_actions(session), 1):
+        moment = simulator.act(action)
+        if getattr(simulator, "silent", False):
+            return [f"nothing said at step {step}, so that no episode would ever succeed: give info['is_success']"]
+        if not isinstance(moment.success, bool | np.bool_):
+            return [f"{moment.success!r} at step {step}, expected True or False"]
+        if moment.terminated or moment.truncated:
+            break
+    return []
 
 
 def _other_seeds(session: Session) -> list[str]:
@@ -110,8 +162,6 @@ def _limit(session: Session) -> list[str]:
         return [f"no end after {session.steps} steps"]
     if session.steps > session.description.max_steps:
         return [f"{session.steps} steps, its limit is {session.description.max_steps}"]
-    if len(done.successes) != done.executed:
-        return [f"{len(done.successes)} success flags for {done.executed} steps"]
     return (
         [] if done.terminated != done.truncated else [f"terminated {done.terminated} and truncated {done.truncated} at the end"]
     )
@@ -146,29 +196,54 @@ def _expert(session: Session) -> list[str]:
 
 
 def _leaks(session: Session, resets: int) -> list[str]:
-    before = 0
+    before: dict[str, int] = {}
     for count in range(resets):
         if count == min(_SETTLED, resets // 2):
-            before = _resident()
+            before = _held()
         session.reset(count)
         session.step(_actions(session)[:1])
-    grown = _resident() - before if resets else 0
-    return [f"memory grew by {grown >> 20} MB over {resets} resets"] if grown > LEAK_BYTES else []
+    grown = {what: amount - before[what] for what, amount in _held().items() if what in before}
+    return [f"{grown[what]} {what} more after {resets} resets" for what, most in GROWTH.items() if grown.get(what, 0) > most]
 
 
-def _resident() -> int:
-    """Bytes of this process in memory; 0 where the system does not tell."""
+def _closing(session: Session) -> list[str]:
+    found: list[str] = []
+    for time in ("first", "second"):
+        try:
+            session.close()
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is the finding
+            found.append(f"the {time} time, {type(error).__name__}: {error}")
+    return found
+
+
+def _held() -> dict[str, int]:
+    """What this process has, by the names of GROWTH; nothing where the system does not tell."""
+    process = Path("/proc/self")
     try:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        resident = int((process / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        counted = [len(list((process / name).iterdir())) for name in ("fd", "task")]
     except OSError:
-        return 0
+        return {}
+    return dict(zip(GROWTH, (resident >> 20, *counted), strict=True))
 
 
+def _children() -> set[str]:
+    """Process ids of those that this one has started; empty where the system does not tell."""
+    found: set[str] = set()
+    for file in Path("/proc/self/task").glob("*/children"):
+        with contextlib.suppress(OSError):  # a thread that ended meanwhile
+            found |= set(file.read_text().split())
+    return found
+
+
+LEAKS = "resets leave nothing behind"
 RULES: dict[str, Callable[[Session], list[str]]] = {
     "gives what its description says": _described,
     "the same seed gives the same episode": _same_seed,
+    "sessions stand apart": _apart,
     "other seeds give other episodes": _other_seeds,
     "a chunk is its actions": _chunks,
+    "every step says whether it succeeded": _flags,
     "an episode ends once, within its limit": _limit,
     "a saved episode goes on as if never left": _saving,
     "the expert succeeds": _expert,

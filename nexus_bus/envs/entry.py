@@ -51,6 +51,7 @@ class EnvironmentEntry:
     gl: bool = True  # needs OpenGL
     fps: int = 10  # nominal control rate, for datasets
     success: str = "the task's own check, at any step"  # the rule that a score rests on
+    simulator: str = ""  # name and versions, where the packages are somebody else's
     revision: int = 1  # raised when the same seed no longer gives the same episode
     varies: str = ""  # why the same seed may give another episode all the same; empty: it does not
 

@@ -15,6 +15,7 @@ import socket
 import sys
 import tempfile
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -37,6 +38,9 @@ from schemas.job import EnvironmentSpec
 MEMORY = 8 << 30  # bytes that a child may hold in memory
 WATCH_S = 0.5  # how often its memory is looked at
 NOISE = 4 << 20  # bytes of its complaints that are kept
+LISTED = Path("/proc/thread-self/children").exists()  # whether the system tells what a process started
+
+_DECODER = msgspec.msgpack.Decoder(Answer)
 
 
 @dataclass
@@ -44,6 +48,35 @@ class _Waiting:
     what: str
     limit: float
     answer: asyncio.Future[Answer]
+
+
+class _Answers(asyncio.Protocol):
+    """Cuts what a child sends into answers; `over` is done once nothing more comes."""
+
+    def __init__(self, take: Callable[[Answer], None], nonsense: Callable[[str], None]) -> None:
+        self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._take, self._nonsense = take, nonsense
+        self._received = bytearray()
+
+    def data_received(self, data: bytes) -> None:
+        self._received += data
+        try:
+            while len(self._received) >= LENGTH.size:
+                end = LENGTH.size + (size := LENGTH.unpack_from(self._received)[0])
+                if size > MAX_FRAME:
+                    raise ValueError(f"an answer of {size} bytes")  # noqa: TRY301 - it ends as one that cannot be read does
+                if len(self._received) < end:
+                    return
+                with memoryview(self._received) as received:
+                    answer = _DECODER.decode(received[LENGTH.size : end])
+                del self._received[:end]
+                self._take(answer)
+        except (ValueError, IndexError) as error:  # msgspec's are ValueErrors
+            self._nonsense(f"simulator process answered nonsense ({error}) and was killed")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if not self.over.done():
+            self.over.set_result(None)
 
 
 class SimulatorHost:
@@ -57,14 +90,12 @@ class SimulatorHost:
     def __init__(
         self,
         process: asyncio.subprocess.Process,
-        streams: tuple[asyncio.StreamReader, asyncio.StreamWriter],
         folder: Path,
         *,
         call_timeout: float,
         memory: int,
     ) -> None:
         self._process = process
-        self._reader, self._writer = streams
         self._folder = folder  # the child's working folder: some simulators write logs where they stand
         self._call_timeout = call_timeout
         self._memory = memory
@@ -73,8 +104,9 @@ class SimulatorHost:
         self._fault: str | None = None
         self._opened = 0
         self.sessions: dict[int, EnvironmentSpec] = {}
-        self._reading = asyncio.create_task(self._read())
-        self._watching = asyncio.create_task(self._watch())
+        self._answers = _Answers(self._answered, self._expire)
+        self._channel: asyncio.Transport
+        self._watching: asyncio.Task[None]
 
     @classmethod
     async def start(
@@ -109,7 +141,9 @@ class SimulatorHost:
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,  # what a simulator starts ends with it
             )  # fmt: skip
-        host = cls(process, await asyncio.open_unix_connection(sock=ours), folder, call_timeout=call_timeout, memory=memory)
+        host = cls(process, folder, call_timeout=call_timeout, memory=memory)
+        host._channel, _ = await asyncio.get_running_loop().create_unix_connection(lambda: host._answers, sock=ours)
+        host._watching = asyncio.create_task(host._watch())
         try:
             answer = await host._ask(Request(0, "ping"), timeout)
             if answer.protocol != PROTOCOL:
@@ -130,6 +164,10 @@ class SimulatorHost:
     def pid(self) -> int:
         """The child's process id."""
         return self._process.pid
+
+    async def tasks(self, environment: str, timeout: float = 120.0) -> list[str]:
+        """What the child can play of an environment that the catalogue here does not list."""
+        return (await self._ask(Request(0, "tasks", spec=EnvironmentSpec(id=environment, task="")), timeout)).tasks
 
     async def describe(self, spec: EnvironmentSpec, timeout: float = 120.0) -> Described:
         """What a policy must fit, asked of the child: for environments whose packages are not installed here."""
@@ -172,15 +210,14 @@ class SimulatorHost:
     async def stop(self) -> None:
         """End the child and wait for it; what is still waiting gets an EnvironmentFault. Calling it twice does nothing."""
         self._fail("the host was stopped")
-        self._writer.close()  # the child ends at the end of its input
+        self._channel.close()  # the child ends at the end of its input
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._process.wait(), 2.0)
         self._kill()
         await self._process.wait()
-        for task in (self._reading, self._watching):
-            task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
+        self._watching.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._watching
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _encoding(self, session: int) -> Encoding:
@@ -194,11 +231,11 @@ class SimulatorHost:
         what = request.call.op if request.call else request.op
         waiting = _Waiting(what, limit or self._call_timeout, asyncio.get_running_loop().create_future())
         frame = msgspec.msgpack.encode(request)
-        self._writer.write(LENGTH.pack(len(frame)) + frame)
+        self._channel.write(LENGTH.pack(len(frame)) + frame)
         self._queue.append(waiting)
         if len(self._queue) == 1:
             self._arm()
-        answer = await asyncio.shield(waiting.answer)  # a caller that gives up must not lose its place in the order
+        answer = await waiting.answer  # a caller that gives up keeps its place in the order: it stays in the queue
         if not answer.code:
             return answer
         error = _error(answer.code, answer.message)
@@ -220,38 +257,29 @@ class SimulatorHost:
         self._kill()
         self._fail(text)
 
-    async def _read(self) -> None:
-        try:
-            while True:
-                (size,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
-                if size > MAX_FRAME:
-                    raise ValueError(f"an answer of {size} bytes")  # noqa: TRY301 - it ends as one that cannot be read does
-                answer = msgspec.msgpack.decode(await self._reader.readexactly(size), type=Answer)
-                waiting = self._queue.popleft()
-                self._arm()
-                if not waiting.answer.done():
-                    waiting.answer.set_result(answer)
-        except (ValueError, IndexError) as error:  # msgspec's are ValueErrors
-            self._expire(f"simulator process answered nonsense ({error}) and was killed")
-        except (OSError, EOFError):
-            await self._ended()
+    def _answered(self, answer: Answer) -> None:
+        waiting = self._queue.popleft()
+        self._arm()
+        if not waiting.answer.done():
+            waiting.answer.set_result(answer)
 
     async def _watch(self) -> None:
-        """Look after memory and noise, and see the end of a child whose own children keep its socket open."""
+        """Look after memory and noise until the end, which a child whose own children keep its socket open hides."""
+        over = {self._answers.over}
         try:
             child = psutil.Process(self.pid)
-            while child.status() != psutil.STATUS_ZOMBIE:
-                used = child.memory_info().rss
+            while not self._answers.over.done() and child.status() != psutil.STATUS_ZOMBIE:
+                used = _held(child, self._memory)
                 if used > self._memory:
                     limit = f"more than its limit of {self._memory / 1e9:.2f} GB"
                     self._expire(f"simulator held {used / 1e9:.2f} GB of memory, {limit} (memory_gb), and was killed")
                     return
                 if (self._folder / "stderr").stat().st_size > NOISE:
                     os.truncate(self._folder / "stderr", 0)  # it appends: what comes now is kept
-                await asyncio.sleep(WATCH_S)
+                await asyncio.wait(over, timeout=WATCH_S)
         except (psutil.Error, OSError):
             pass
-        await asyncio.wait([self._reading], timeout=1.0)  # its last answers come first
+        await asyncio.wait(over, timeout=1.0)  # its last answers come first
         await self._ended()
 
     async def _ended(self) -> None:
@@ -273,6 +301,39 @@ class SimulatorHost:
     def _kill(self) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
+
+
+def _held(child: psutil.Process, limit: int) -> int:
+    """Bytes that a process and whatever it started hold in memory; more than `limit` only if that is so without counting twice
+    what they share, which takes longer to find out.
+    """
+    tree = [child, *_descendants(child)]
+    held = sum(_asked(one, lambda one: one.memory_info().rss) for one in tree)
+    if len(tree) > 1 and held > limit:
+        held = sum(_asked(one, lambda one: getattr(full := one.memory_full_info(), "pss", full.uss)) for one in tree)
+    return held
+
+
+def _asked(one: psutil.Process, what: Callable[[psutil.Process], int]) -> int:
+    try:
+        return what(one)
+    except psutil.Error:  # it has just ended
+        return 0
+
+
+def _descendants(child: psutil.Process) -> list[psutil.Process]:
+    """All that a process started, and what those started. Linux lists them; elsewhere every process is read."""
+    if not LISTED:
+        return child.children(recursive=True)
+    found: list[psutil.Process] = []
+    parents = [child]
+    while parents:
+        with contextlib.suppress(OSError, psutil.Error):  # what has just ended is passed over
+            for listed in Path(f"/proc/{parents.pop().pid}/task").glob("*/children"):
+                started = [psutil.Process(int(pid)) for pid in listed.read_text().split()]
+                found += started
+                parents += started
+    return found
 
 
 def _error(code: str, message: str) -> NexusError:

@@ -67,6 +67,7 @@ class Libero:
         # Every reset appends to what it samples for doors and drawers, so each would draw other numbers than the last.
         self._env.env.object_property_initializers.clear()
         self._env.seed(seed % 2**32)
+        self._current()
         self._env.reset()
         self._seen = self._env.set_init_state(self._states[self._trial])
         for _ in range(self._wait):
@@ -98,16 +99,23 @@ class Libero:
 
     def close(self) -> None:
         """See Simulator."""
-        env, self._env = self._env, None
-        if env is not None:
-            env.close()
+        if self._env is not None:
+            self._current()
+            self._env.close()
+            self._env = None
 
     def _pictures(self) -> dict[str, np.ndarray]:
-        sim = self._env.sim
+        sim, drawing = self._env.sim, self._current()
         if self._fast:
-            sim._render_context_offscreen.scn.flags[mujoco.mjtRndFlag.mjRND_REFLECTION] = 0  # noqa: SLF001 - no public way
+            drawing.scn.flags[mujoco.mjtRndFlag.mjRND_REFLECTION] = 0
         drawn = {name: sim.render(self._size, self._size, camera_name=camera) for name, camera in CAMERAS.items()}
         return {name: np.ascontiguousarray(picture[self._turn]) for name, picture in drawn.items()}
+
+    def _current(self) -> Any:
+        """What robosuite draws with, in its GL context: it draws and frees in whichever is current, another session's perhaps."""
+        drawing = self._env.sim._render_context_offscreen  # noqa: SLF001 - no public way
+        drawing.gl_ctx.make_current()
+        return drawing
 
 
 def axis_angle(quaternion: np.ndarray) -> np.ndarray:

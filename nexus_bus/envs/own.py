@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 
 from nexus_bus.envs import catalog, recipes
-from nexus_bus.envs.entry import END, EnvironmentEntry, Option, Options, steps
+from nexus_bus.envs.entry import EnvironmentEntry, Options
 from nexus_bus.envs.gymnasium_adapter import GymnasiumSimulator, action_of, pictures, resized, sentence, vector
+from nexus_bus.envs.offered import ID, SUCCESS, VARIES, options
 from nexus_bus.errors import BadJob, NotFound
 from schemas.job import EnvironmentSpec, Scalar
 from schemas.policy import ActionSpec, ObservationSpec
 
-ID = "own"
 DEFAULT = "default"  # the task of an environment that has one
 LIMIT = 500  # steps, where it does not say
 
@@ -85,25 +85,22 @@ def register(target: str) -> None:
     own = _Own(make)
     _loaded.append(own)
 
-    def spaces(task: str, options: Options) -> tuple[ActionSpec, ObservationSpec]:
-        del options
+    def spaces(task: str, _: Options) -> tuple[ActionSpec, ObservationSpec]:
         return own.spaces[task]
 
+    package = module.split(".")[0]
     catalog.ENVIRONMENTS[ID] = EnvironmentEntry(
         summary=f"{target}, on this machine",
         tasks={task: (own.sentences[task],) for task in own.tasks},
-        options={
-            "instruction": Option("", "the sentence given to the policy; empty: the environment's own"),
-            "max_steps": steps(max(own.limits.values()), 100_000),
-            "end_on_success": END,
-        },
+        options=options(max(own.limits.values())),
         adapter=f"{__name__}:{OwnSimulator.__name__}",
-        packages=(module.split(".")[0],) if recipes.version("", module.split(".")[0]) else (),
+        packages=(),
         spaces=spaces,
         expert=False,
         gl=False,  # it draws as it likes
-        varies="a tenant's own environment, a robot perhaps: whether it repeats itself was not checked",
-        success="info['is_success'] or info['success']",
+        varies=VARIES,
+        success=SUCCESS,
+        simulator=" ".join(filter(None, (target, recipes.version("", package)))),
     )
 
 

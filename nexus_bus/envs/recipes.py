@@ -20,6 +20,7 @@ import schemas
 from nexus_bus import config
 from nexus_bus.envs.rendering import VULKAN_ADVICE
 from nexus_bus.errors import NotFound, Unavailable
+from nexus_bus.failures import ending
 from nexus_bus.nearest import nearest
 
 LIGHT = ("msgspec==0.23.0", "pillow==13.0.0")  # what the child needs besides NumPy, which the simulator decides
@@ -153,10 +154,13 @@ def conformance(name: str, environment: str, task: str, options: str = "{}", res
             check=False,
         )  # fmt: skip
     try:
-        return [f"{finding['rule']}: {finding['seen']}" for finding in json.loads(done.stdout.strip().splitlines()[-1])]
+        found = [f"{finding['rule']}: {finding['seen']}" for finding in json.loads(done.stdout.strip().splitlines()[-1])]
     except (ValueError, IndexError, TypeError, KeyError):
         words = (done.stderr.strip().splitlines() or ["no word"])[-1]
         raise Unavailable(f"conformance of {environment} {task}: ended with code {done.returncode}: {words}") from None
+    if done.returncode not in (0, 1):  # it crashed when all was said
+        found.append(f"its process ends cleanly: {ending(done.returncode)}")
+    return found
 
 
 def missing(name: str) -> list[str]:

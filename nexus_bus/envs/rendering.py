@@ -4,9 +4,10 @@ import functools
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 from nexus_bus.errors import Unavailable
 
@@ -60,6 +61,27 @@ def require() -> None:
     rendering = probe()
     if rendering.backend is None:
         raise Unavailable(rendering.advice)
+
+
+def own_context(env: Any) -> Any:
+    """The environment, whose Gymnasium renderer for MuJoCo from now on draws in a GL context of its own.
+
+    As it is, it draws and frees in whichever context is current. Of two environments in one process that is the last one's
+    made: pictures of the other show its textures and meshes, and nothing at all once it is closed.
+    """
+    renderer = getattr(getattr(env, "unwrapped", env), "mujoco_renderer", None)
+    if renderer is not None:
+        renderer.render, renderer.close = _in_context(renderer, renderer.render), _in_context(renderer, renderer.close)
+    return env
+
+
+def _in_context(renderer: Any, call: Callable[..., Any]) -> Callable[..., Any]:
+    def inside(*given: Any, **named: Any) -> Any:
+        if renderer.viewer is not None:
+            renderer.viewer.make_context_current()
+        return call(*given, **named)
+
+    return inside
 
 
 def vulkan() -> list[str]:

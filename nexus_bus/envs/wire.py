@@ -10,10 +10,10 @@ from schemas.environment import SessionCall, SessionReply
 from schemas.job import EnvironmentSpec
 from schemas.policy import ActionSpec, ObservationSpec
 
-Op = Literal["ping", "describe", "open", "call", "expert", "close"]
+Op = Literal["ping", "tasks", "describe", "open", "call", "expert", "close"]
 Encoding = Literal["png", "jpeg", "raw"]
 
-PROTOCOL = 2  # raised when an end of another number would misunderstand this one; asked of every child that starts
+PROTOCOL = 3  # raised when an end of another number would misunderstand this one; asked of every child that starts
 LENGTH = struct.Struct("<I")
 MAX_FRAME = 256 << 20  # bytes; a child that announces more has lost its mind
 
@@ -23,7 +23,7 @@ class Request(msgspec.Struct, omit_defaults=True):
 
     session: int
     op: Op
-    spec: EnvironmentSpec | None = None  # describe, open
+    spec: EnvironmentSpec | None = None  # tasks, describe, open
     call: SessionCall | None = None  # call
     encoding: Encoding = "png"  # call
 
@@ -46,6 +46,7 @@ class Answer(msgspec.Struct, omit_defaults=True):
     reply: SessionReply | None = None
     action: Tensor | None = None  # expert
     described: Described | None = None  # describe, open
+    tasks: list[str] = []  # tasks
     protocol: int = 0  # ping
     code: str = ""
     message: str = ""

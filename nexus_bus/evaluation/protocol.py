@@ -5,7 +5,8 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from nexus_bus.envs.catalog import ENVIRONMENTS, EnvDescription, describe, entry_of, options_of
+from nexus_bus.envs.catalog import ENVIRONMENTS, NO_OWN, EnvDescription, Own, describe, entry_of, options_of
+from nexus_bus.envs.offered import is_own
 from nexus_bus.errors import BadJob
 from schemas.evaluation import Protocol
 from schemas.job import EnvironmentSpec, EvaluationSpec, JobSpec, Scalar
@@ -58,7 +59,7 @@ def _refuse(name: str, value: object, environment: str) -> NoReturn:
     raise BadJob(f"{name}: {value!r} cannot be had of {environment}: {fixed}; leave it out")
 
 
-def described(environment: EnvironmentSpec, evaluation: EvaluationSpec | None) -> list[EnvDescription]:
+def described(environment: EnvironmentSpec, evaluation: EvaluationSpec | None, own: Own = NO_OWN) -> list[EnvDescription]:
     """What a policy must fit, of each task of an evaluation.
 
     Raises:
@@ -68,7 +69,7 @@ def described(environment: EnvironmentSpec, evaluation: EvaluationSpec | None) -
     if len(set(tasks)) < len(tasks):
         twice = next(task for task in tasks if tasks.count(task) > 1)
         raise BadJob(f"evaluation.tasks: {twice!r} is there twice; more trials of each task are evaluation.episodes")
-    found = [describe(msgspec.structs.replace(environment, task=task)) for task in tasks or (environment.task,)]
+    found = [describe(msgspec.structs.replace(environment, task=task), own) for task in tasks or (environment.task,)]
     for task, one in zip(tasks, found, strict=bool(tasks)):
         if (one.action, one.observation) != (found[0].action, found[0].observation):
             first = next(iter(tasks))
@@ -84,7 +85,8 @@ def protocol_of(plan: Plan, simulators: Collection[str] = ()) -> Protocol:
     spec, evaluation = plan.spec, plan.spec.evaluation
     if evaluation is None or spec.environment is None:
         raise BadJob(f"job: {spec.name!r} evaluates nothing; `nexus eval --policy {spec.name}@latest` does")
-    options = options_of(spec.environment)
+    # Of a tenant's own environment the compiler has filled them in: it may be away by now.
+    options = dict(spec.environment.options) if is_own(spec.environment.id) else options_of(spec.environment)
     own = {name: options.pop(name, _FIXED.get(name)) for name in _AS_OPTIONS}
     return Protocol(
         environment=spec.environment.id, tasks=evaluation.tasks or (spec.environment.task,), trials=evaluation.episodes,

@@ -113,11 +113,11 @@ async def test_of_one_tenant_a_few_calls_are_worked_on_and_others_do_not_wait_fo
     at_work, may = list[str](), asyncio.Event()
     look = gateway.reads.kv.keys
 
-    async def slow(prefix: str = "") -> list[str]:
+    async def slow(prefix: str = "", **how: bool) -> list[str]:
         if ".acme." in prefix:
             at_work.append(prefix)
             await may.wait()
-        return await look(prefix)
+        return await look(prefix, **how)
 
     monkeypatch.setattr(gateway.reads.kv, "keys", slow)
     asked = [asyncio.create_task(acme.jobs()) for _ in range(50)]

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from nexus_bus import registry
-from nexus_bus.admission import Bar, Limits, estimate, line, next_ones, refusal, running, stops, verdicts, waits
+from nexus_bus.admission import Bar, Limits, Past, estimate, left, line, next_ones, refusal, running, stops, verdicts, waits
 from nexus_bus.bus import Bus
 from schemas.job import JobSpec
 from schemas.plan import JobState, Limit, Phase
@@ -29,6 +29,14 @@ def evals(state: JobState) -> JobState:
     """The same as a job that trains nothing."""
     plan = msgspec.structs.replace(state.plan, spec=msgspec.structs.replace(state.plan.spec, kind="eval"))
     return msgspec.structs.replace(state, plan=plan)
+
+
+def past(*closed: JobState) -> Past:
+    """What these left."""
+    found = Past()
+    for state in closed:
+        found.add(left(state))
+    return found
 
 
 def places(own: dict[str, JobState], limits: Limits = LIMITS) -> dict[str, tuple[Limit, int]]:
@@ -114,11 +122,12 @@ def test_a_full_line_is_said_with_its_limit() -> None:
 
 def test_the_estimate_goes_by_what_jobs_took() -> None:
     times = {"started": "2026-11-01T00:00:00+00:00", "ended": "2026-11-01T00:01:00+00:00"}
-    own = jobs(("completed", 0), ("failed", 0), ("training", 0), ("training", 0), *[("waiting", 1)] * 3)
-    assert {estimate(verdict, own.values(), LIMITS) for verdict in verdicts(own, LIMITS).values()} == {0.0}
-    own["a"] = msgspec.structs.replace(own["a"], **times)
+    failed = rl("failed", started="2026-11-01T00:00:00+00:00", ended="2026-11-01T09:00:00+00:00")
+    own = jobs(("training", 0), ("training", 0), *[("waiting", 1)] * 3)
     found = list(verdicts(own, LIMITS).values())
-    assert [estimate(verdict, own.values(), LIMITS) for verdict in found] == [60.0, 60.0, 120.0]
+    assert {estimate(verdict, past(rl("completed"), failed), LIMITS) for verdict in found} == {0.0}
+    took = past(rl("completed", **times), failed)
+    assert [estimate(verdict, took, LIMITS) for verdict in found] == [60.0, 60.0, 120.0]
     assert waits(found[2], 120.0).endswith("as many as may at once; place 3 in the line, in about 2 min")
     assert waits(found[0], 60.0).endswith("place 1 in the line, in about 60 s")
     assert waits(found[0], 0.0).endswith("place 1 in the line")
@@ -126,19 +135,18 @@ def test_the_estimate_goes_by_what_jobs_took() -> None:
 
 def test_the_estimate_for_a_slot_goes_by_what_training_jobs_took() -> None:
     minute = {"started": "2026-11-01T00:00:00+00:00", "ended": "2026-11-01T00:01:00+00:00"}
-    own = jobs(("completed", 0), ("completed", 0), ("training", 0), ("waiting", 1), ("waiting", 2))
-    own["a"] = msgspec.structs.replace(own["a"], **minute)
-    own["b"] = msgspec.structs.replace(evals(own["b"]), **minute | {"ended": "2026-11-01T01:00:00+00:00"})
+    own = jobs(("training", 0), ("waiting", 1), ("waiting", 2))
+    took = past(rl("completed", **minute), evals(rl("completed", **minute | {"ended": "2026-11-01T01:00:00+00:00"})))
     limits = Limits(jobs=9, queued=9, slots=1)
-    assert [estimate(verdict, own.values(), limits) for verdict in verdicts(own, limits).values()] == [60.0, 120.0]
+    assert [estimate(verdict, took, limits) for verdict in verdicts(own, limits).values()] == [60.0, 120.0]
 
 
 def test_nobody_can_say_when_a_budget_is_raised() -> None:
-    own = jobs(("completed", 0), ("waiting", 1))
-    own["a"] = msgspec.structs.replace(own["a"], started="2026-11-01T00:00:00+00:00", ended="2026-11-01T00:01:00+00:00")
+    own = jobs(("waiting", 1))
+    took = past(rl("completed", started="2026-11-01T00:00:00+00:00", ended="2026-11-01T00:01:00+00:00"))
     limits = Limits(jobs=9, queued=9, bars=(Bar("money", "limits.money: all is used"),))
-    verdict = verdicts(own, limits)["b"]
-    assert waits(verdict, estimate(verdict, own.values(), limits)) == "limits.money: all is used; place 1 in the line"
+    verdict = verdicts(own, limits)["a"]
+    assert waits(verdict, estimate(verdict, took, limits)) == "limits.money: all is used; place 1 in the line"
 
 
 def test_why_a_job_may_not_run_this_moment_says_what_to_do() -> None:

@@ -84,7 +84,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> type[Fake]:
     return Fresh
 
 
-MISDEEDS = ("none", "segfault", "hang", "memory", "prints", "asks", "raises", "exits", "forks", "nan")
+MISDEEDS = ("none", "segfault", "hang", "memory", "prints", "asks", "raises", "exits", "forks", "hires", "nan")
 
 
 class Unruly(gymnasium.Env[Any, Any]):
@@ -153,6 +153,12 @@ class Unruly(gymnasium.Env[Any, Any]):
             time.sleep(60)
             os._exit(0)
         os._exit(4)
+
+    def hires(self) -> None:
+        """A process of its own that eats the memory."""
+        if os.fork() == 0:
+            self.memory()
+        self.hang()
 
     def nan(self) -> None:
         self.look = self.look

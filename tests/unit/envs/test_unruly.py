@@ -3,6 +3,9 @@
 import asyncio
 import contextlib
 import os
+import signal
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 
 import numpy as np
@@ -10,7 +13,7 @@ import psutil
 import pytest
 from fake_simulator import MISDEEDS
 
-from nexus_bus.envs.host import SimulatorHost
+from nexus_bus.envs.host import SimulatorHost, _held
 from nexus_bus.errors import BadJob, EnvironmentFault, NotFound
 from nexus_bus.tensors import decode_image, from_tensor, to_tensor
 from schemas.environment import SessionCall
@@ -69,7 +72,8 @@ async def test_a_simulator_that_makes_no_progress_is_ended() -> None:
     assert not psutil.pid_exists(host.pid)
 
 
-async def test_a_simulator_that_eats_memory_is_ended_while_the_loop_goes_on() -> None:
+@pytest.mark.parametrize("misdeed", ["memory", "hires"])
+async def test_a_simulator_that_eats_memory_is_ended_while_the_loop_goes_on(misdeed: str) -> None:
     host, session = await ready()
     host._memory = psutil.Process(host.pid).memory_info().rss + 200 * MB
     turns = 0
@@ -81,11 +85,30 @@ async def test_a_simulator_that_eats_memory_is_ended_while_the_loop_goes_on() ->
             turns += 1
 
     turning = asyncio.create_task(turn())
-    said = await fault_of(host, session, "memory")
+    said = await fault_of(host, session, misdeed)
     turning.cancel()
     assert "of memory, more than its limit of" in said
     assert turns > 5
     await host.stop()
+    await ended(host.pid)
+
+
+FAMILY = """
+import os, sys, time
+kept = b"x" * (200 << 20)
+if os.fork():
+    print("forked", flush=True)
+time.sleep(60)
+"""
+
+
+def test_what_processes_of_a_simulator_share_counts_once() -> None:
+    with subprocess.Popen([sys.executable, "-c", FAMILY], stdout=subprocess.PIPE, start_new_session=True) as parent:
+        assert parent.stdout is not None
+        parent.stdout.readline()
+        held = _held(psutil.Process(parent.pid), limit=300 * MB)
+        os.killpg(parent.pid, signal.SIGKILL)
+    assert 200 * MB < held < 300 * MB
 
 
 async def test_what_a_simulator_prints_disturbs_nobody(host: tuple[SimulatorHost, int]) -> None:
@@ -134,20 +157,25 @@ def members(group: int) -> list[int]:
     return found
 
 
+async def ended(group: int) -> None:
+    """Wait until nothing of a process group is left; its head has to be gone already."""
+    async with asyncio.timeout(10):
+        while left := members(group):
+            assert group not in left
+            await asyncio.sleep(0.02)
+
+
 async def test_what_a_simulator_started_ends_with_its_host(host: tuple[SimulatorHost, int]) -> None:
     one, session = host
     group = one.pid
     await fault_of(one, session, "forks")
     await one.stop()
-    async with asyncio.timeout(10):
-        while left := members(group):
-            assert one.pid not in left
-            await asyncio.sleep(0.02)
+    await ended(group)
 
 
 async def test_nonsense_from_a_child_is_a_fault(host: tuple[SimulatorHost, int]) -> None:
     one, session = host
-    one._reader.feed_data(b"\xff\xff\xff\xff")  # a length of 4 GB
+    one._answers.data_received(b"\xff\xff\xff\xff")  # a length of 4 GB
     assert "answered nonsense" in await fault_of(one, session, "none")
 
 

@@ -1,0 +1,275 @@
+"""Environments across the gateway: sessions that tenants open and step themselves, and those of simulators of their own.
+
+A tenant's worker has no subject on which anybody could ask it: it hears `ask.>`, which comes from here alone, and answers by a
+call like any other. For the rest of the line its sessions look like all others; whoever asked holds them on `env.session`.
+"""
+
+import asyncio
+import time
+import uuid
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from nexus_bus.bus import Bus, Incoming, Service
+from nexus_bus.bus.request import ask_aside, while_served
+from nexus_bus.envs.catalog import EnvDescription, describe
+from nexus_bus.envs.offered import START, check, is_own
+from nexus_bus.errors import (
+    BadMessage,
+    ContractError,
+    EnvironmentFault,
+    NexusError,
+    NotFound,
+    Refused,
+    Unavailable,
+)
+from nexus_bus.offers import offer_key, offered
+from schemas.base import Name
+from schemas.control import Ack
+from schemas.environment import (
+    EnvironmentFound,
+    EnvironmentQuery,
+    OwnAnswer,
+    OwnAnswered,
+    OwnAsk,
+    OwnOffer,
+    SessionAsk,
+    SessionCall,
+    SessionLease,
+    SessionOpen,
+    SessionOpened,
+    SessionReply,
+    SessionStep,
+)
+from schemas.job import EnvironmentSpec
+from schemas.subjects import BY_NAME, subject
+
+OPEN_S, CALL_S = 60.0, 60.0
+FORWARD_S = 2.0
+SWEEP_S = 1.0
+NOBODYS = "_"  # the job of a session that belongs to none
+OFFERS = 16  # of one tenant at once
+OFFER_BYTES = 64 << 10
+VERSION = 400  # characters of a simulator's name and versions
+REMEMBERED = 4096  # workers that are known to have offered
+# What a tenant's worker may say went wrong; whatever else it says is a fault of its environment.
+_ERRORS = {kind.code: kind for kind in (BadMessage, ContractError, NotFound, Refused, Unavailable, EnvironmentFault)}
+
+
+class _Absent(Unavailable):
+    """Nobody answers a question."""
+
+
+@dataclass
+class Bridged:
+    """A session that a tenant's worker holds."""
+
+    tenant: str
+    worker: str
+    service: Service
+    lease_s: float
+    expires: float
+    busy: int = 0
+
+
+class Bridge:
+    """The gateway's calls `env.*`, and what rollout workers ask of tenants' own environments."""
+
+    def __init__(self, bus: Bus) -> None:
+        """Nothing is heard until `open`."""
+        self.bus = bus
+        self.kv = bus.kv("offers")
+        self.token = f"g-{uuid.uuid4().hex[:16]}"  # names are unique on one machine only
+        self.asked: dict[tuple[str, str], asyncio.Future[OwnAnswer]] = {}  # by tenant and id
+        self.sessions: dict[str, Bridged] = {}
+        self.known: OrderedDict[str, None] = OrderedDict()  # keys of offers that were counted
+
+    async def open(self) -> None:
+        """Listen to rollout workers and other gateways."""
+        await self.bus.serve("env.own", self.own_open, queue="gateway", tenant="*")
+        await self.bus.serve("env.answered", self._forwarded, gateway=self.token)
+
+    async def sweep(self) -> None:
+        """Forget sessions whose lease ran out; until cancelled."""
+        while True:
+            await asyncio.sleep(SWEEP_S)
+            clock = time.monotonic()
+            for name in [name for name, one in self.sessions.items() if not one.busy and one.expires < clock]:
+                await self._release(name)
+
+    # A tenant's own sessions
+
+    async def describe(self, query: EnvironmentQuery, incoming: Incoming) -> EnvironmentFound:
+        """`env.describe`."""
+        return _found(await self._known(incoming.tokens["tenant"], query.environment))
+
+    async def lease(self, ask: SessionAsk, incoming: Incoming) -> SessionLease:
+        """`env.open`."""
+        tenant = incoming.tokens["tenant"]
+        known = await self._known(tenant, ask.environment)
+        request = SessionOpen(
+            tenant=tenant, job=NOBODYS, environment=ask.environment, action=ask.action or known.action,
+            observation=ask.observation or known.observation, lease_s=ask.lease_s, session=uuid.uuid4().hex,
+        )  # fmt: skip
+        name = "env.own" if is_own(ask.environment.id) else "env.open"
+        watch = subject("env.session", tenant=tenant, session=request.session or "")
+        opened: SessionOpened = await self.bus.request(name, request, timeout=OPEN_S, watch=watch, tenant=tenant)
+        return SessionLease(session=opened.session, worker=opened.worker, environment=_found(known, simulator=opened.version))
+
+    async def step(self, step: SessionStep, incoming: Incoming) -> SessionReply:
+        """`env.call`."""
+        tenant = incoming.tokens["tenant"]
+        watch = subject("env.session", tenant=tenant, session=step.session)
+        try:
+            return await self.bus.request(
+                "env.session", step.call, timeout=CALL_S, watch=watch, tenant=tenant, session=step.session
+            )
+        except Unavailable as error:
+            if self.bus.up.is_set() and not await self._held(watch):
+                raise NotFound(f"session: {step.session!r} is over or never was; env.open gives another") from error
+            raise
+
+    async def _held(self, on: str) -> bool:
+        nothing: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        try:
+            async with asyncio.timeout(FORWARD_S):
+                await while_served(self.bus, nothing, on)
+        except Unavailable:
+            return False
+        except TimeoutError:
+            pass
+        return True
+
+    async def _known(self, tenant: str, environment: EnvironmentSpec) -> EnvDescription:
+        own = await offered(self.bus, tenant) if is_own(environment.id) else {}
+        return await asyncio.to_thread(describe, environment, own)
+
+    # What a tenant's own worker says
+
+    async def offer(self, offer: OwnOffer, incoming: Incoming) -> Ack:
+        """`env.offer`."""
+        tenant = incoming.tokens["tenant"]
+        key = offer_key(tenant, offer.environment, offer.worker)
+        if not offer.sessions:
+            await self.kv.delete(key)
+            return Ack()
+        check(offer)
+        if (size := len(msgspec.json.encode(offer))) > OFFER_BYTES:
+            raise BadMessage(f"tasks: {size} bytes; an offer has at most {OFFER_BYTES}: serve fewer tasks by each worker")
+        if key not in self.known and len({*await self.kv.keys(f"{tenant}."), key}) > OFFERS:
+            raise Unavailable(f"env.offer: {OFFERS} workers of yours serve environments already; end one, or wait {OFFERS} s")
+        self.known[key] = None
+        self.known.move_to_end(key)
+        if len(self.known) > REMEMBERED:
+            self.known.popitem(last=False)
+        await self.kv.put(key, offer)
+        return Ack()
+
+    async def answer(self, answer: OwnAnswer, incoming: Incoming) -> Ack:
+        """`env.answer`."""
+        tenant = incoming.tokens["tenant"]
+        if answer.gateway == self.token:
+            return self._resolve(tenant, answer)
+        try:
+            return await self.bus.request(
+                "env.answered", OwnAnswered(tenant=tenant, answer=answer), timeout=FORWARD_S, gateway=answer.gateway
+            )
+        except Unavailable:
+            raise NotFound(_NOT_WAITED_FOR) from None
+
+    async def _forwarded(self, message: OwnAnswered, _incoming: Incoming) -> Ack:
+        return self._resolve(message.tenant, message.answer)
+
+    def _resolve(self, tenant: str, answer: OwnAnswer) -> Ack:
+        waiting = self.asked.get((tenant, answer.id))
+        if waiting is None or waiting.done():
+            raise NotFound(_NOT_WAITED_FOR)
+        waiting.set_result(answer)
+        return Ack()
+
+    # What is asked of it
+
+    async def own_open(self, request: SessionOpen, incoming: Incoming) -> SessionOpened:
+        """`env.own`: a session of whichever of the tenant's workers takes it."""
+        tenant, environment, name = incoming.tokens["tenant"], request.environment.id, request.session or uuid.uuid4().hex
+        request = msgspec.structs.replace(request, session=name)
+        # First, so that the asker sees that somebody is at it.
+        service = await self.bus.serve("env.session", self.own_call, tenant=tenant, session=name)
+        try:
+            answer = await self._ask("ask.open", OPEN_S, tenant, {"environment": environment}, open=request)
+            worker, version = _opened(answer, name)
+        except BaseException as error:
+            await service.stop()
+            if isinstance(error, _Absent):
+                raise Unavailable(f"{environment}: no worker of the tenant's serves it right now ({error}): {START}") from None
+            raise
+        self.sessions[name] = Bridged(tenant, worker, service, request.lease_s, time.monotonic() + request.lease_s)
+        return SessionOpened(session=name, subject=f"env.session.{tenant}.{name}", worker=worker, version=version)
+
+    async def own_call(self, call: SessionCall, incoming: Incoming) -> SessionReply:
+        """`env.session` of a session that a tenant's worker holds."""
+        name = incoming.tokens["session"]
+        held = self.sessions.get(name)
+        if held is None:
+            raise EnvironmentFault(f"session {name} is gone; open another")
+        held.busy += 1
+        try:
+            answer = await self._ask("ask.call", CALL_S, held.tenant, {"worker": held.worker}, session=name, call=call)
+        except _Absent as error:
+            await self._release(name)
+            raise EnvironmentFault(f"the tenant's worker {held.worker} did not answer: {error}") from None
+        finally:
+            held.busy -= 1
+            held.expires = time.monotonic() + held.lease_s
+        if call.op == "close":
+            await self._release(name)
+        if answer.reply is None:
+            raise EnvironmentFault("the tenant's worker answered another question")
+        return answer.reply
+
+    async def _ask(self, name: str, limit: float, tenant: str, tokens: dict[str, str], **question: Any) -> OwnAnswer:
+        ask = OwnAsk(id=uuid.uuid4().hex, gateway=self.token, **question)
+        waiting = self.asked[tenant, ask.id] = asyncio.get_running_loop().create_future()
+        on = subject(name, tenant=tenant, **tokens)
+        try:
+            answer = await ask_aside(self.bus, BY_NAME[name], on, ask, waiting, limit)
+        except Unavailable as error:
+            raise _Absent(str(error)) from None
+        finally:
+            del self.asked[tenant, ask.id]
+        if answer.error:
+            raise _error(answer)
+        return answer
+
+    async def _release(self, name: str) -> None:
+        held = self.sessions.pop(name, None)
+        if held is not None:
+            await held.service.stop()
+
+
+_NOT_WAITED_FOR = "id: nobody waits for this answer (any more)"
+
+
+def _error(answer: OwnAnswer) -> NexusError:
+    return _ERRORS.get(answer.error_code, EnvironmentFault)(answer.error)
+
+
+def _opened(answer: OwnAnswer, session: str) -> tuple[str, str]:
+    """Who holds the session that was asked for, and on which simulator."""
+    opened = answer.opened
+    try:
+        if opened is not None and opened.session == session:
+            return msgspec.convert(opened.worker, Name), opened.version[:VERSION]
+    except msgspec.ValidationError:
+        pass
+    raise EnvironmentFault("the tenant's worker answered another question")
+
+
+def _found(known: EnvDescription, simulator: str = "") -> EnvironmentFound:
+    return EnvironmentFound(
+        action=known.action, observation=known.observation, max_steps=known.max_steps, instructions=known.instructions,
+        simulator=simulator or known.simulator, success=known.success, varies=known.varies,
+    )  # fmt: skip
