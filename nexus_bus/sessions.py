@@ -106,13 +106,13 @@ class Sessions:
             ContractError: the policy does not fit, in the field that is named.
             Unavailable: as many are held as may be.
         """
+        fits(request, known)  # first: this will not change, and room may be found
         if len(self.held) >= self.limit:
             raise Unavailable(f"environment worker {self.name} holds {len(self.held)} sessions, its limit; try again")
         if allowed is not None and sum(held.tenant == tenant for held in self.held.values()) >= allowed:
             raise Unavailable(
                 f"sessions: the tenant holds its limit of {allowed}; close one, or try again once its lease is over"
             )
-        fits(request, known)
         name = request.session or uuid.uuid4().hex[:16]
         unlisten = await self.listen(tenant, name)
         try:
