@@ -18,12 +18,21 @@ wait_option = click.option("--wait", is_flag=True, help="Return when the job has
 @json_option
 @asynchronous
 async def plan_command(file: Path, url: str, tenant: str, as_json: bool) -> None:
-    """Compile a job document and print the plan. Nothing is sent; a server is asked only about the policy that `init` names."""
+    """Compile a job document and print the plan. Nothing is sent; a server is asked only about the policy that `init` names,
+    and about an environment of your own.
+    """
     from nexus_bus.documents import job_spec, located
+    from nexus_bus.envs.offered import is_own
     from nexus_bus.plan import compile_plan
 
     spec = job_spec(file)
-    init, note = None, ""
+    init, note, own = None, "", {}
+    if spec.environment is not None and is_own(spec.environment.id):
+        try:
+            async with connect(url, tenant) as client:
+                own = await _own(client, spec)
+        except Refused as error:
+            raise located(file, error) from error
     if spec.init is not None:
         try:
             async with connect(url, tenant) as client:
@@ -31,7 +40,7 @@ async def plan_command(file: Path, url: str, tenant: str, as_json: bool) -> None
         except NexusError as error:
             note = f"init was not looked up, so whether it fits is known only when the job is sent: {error}"
     try:
-        plan = compile_plan(spec, tenant, init)
+        plan = compile_plan(spec, tenant, init, own=own)
     except Refused as error:
         raise located(file, error) from error
     if as_json:
@@ -43,6 +52,25 @@ async def plan_command(file: Path, url: str, tenant: str, as_json: bool) -> None
     out.print(plan_view(plan))
     if note:
         out.print(f"note: {note}", style="yellow", soft_wrap=True)
+
+
+async def _own(client: Any, spec: Any) -> Any:
+    """The job's own environment with the tasks that it names, as a worker serves it now."""
+    import msgspec
+
+    from nexus_bus.envs.offered import entries
+    from schemas.environment import OwnOffer, OwnTask
+    from schemas.job import EnvironmentSpec
+
+    environment: EnvironmentSpec = spec.environment
+    named = (spec.evaluation.tasks if spec.evaluation is not None else ()) or (environment.task,)
+    found = {task: await client.environment(msgspec.structs.replace(environment, task=task)) for task in named}
+    tasks = {
+        task: OwnTask(action=one.action, observation=one.observation, max_steps=one.max_steps, instruction=one.instructions[0])
+        for task, one in found.items()
+    }
+    simulator = next(one.simulator for one in found.values())
+    return entries([OwnOffer(environment=environment.id, worker="plan", sessions=1, tasks=tasks, simulator=simulator)])
 
 
 async def _init(client: Any, ref: str) -> Any:
