@@ -13,10 +13,11 @@ from datetime import UTC, datetime
 from typing import Any
 
 from nexus_bus import pricing, registry
-from nexus_bus.admission import running
+from nexus_bus.admission import running, trains
 from nexus_bus.bus import Bus, Incoming
 from nexus_bus.bus.page import page
 from nexus_bus.errors import BadMessage, NotFound
+from nexus_bus.roster import Roster
 from nexus_bus.spending import Account as Spent
 from nexus_bus.spending import Spending
 from nexus_bus.stored import Keeping, Kept
@@ -41,7 +42,7 @@ from schemas.api import (
     StateFound,
     UsagePage,
 )
-from schemas.plan import TERMINAL, JobState
+from schemas.plan import JobState
 from schemas.policy import PolicyVersion, TrainingState
 from schemas.subjects import BY_NAME, subject
 from schemas.tenant import TenantRecord
@@ -87,7 +88,7 @@ class Reads:
         self._kept: OrderedDict[str, bytes] = OrderedDict()  # weights by hash
         self.prices = pricing.load()
         self._spending, self._keeping = Spending(bus), Keeping(bus)
-        self._asking: OrderedDict[str, None] = OrderedDict()  # tenants of whom these two know
+        self._asking: OrderedDict[str, Roster] = OrderedDict()  # tenants of whom these two know, and their jobs
         self._room = asyncio.Semaphore(AT_ONCE)
         self._fetching: dict[str, asyncio.Task[bytes]] = {}
 
@@ -210,10 +211,9 @@ class Reads:
         """`account.show`."""
         tenant = incoming.tokens["tenant"]
         entry = await self.kv.get(registry.account_key(tenant), TenantRecord)
-        jobs = [one.value for one in (await self.kv.entries(registry.job_key(tenant, ""), JobState)).values()]
         own = TenantRecord(name=tenant, account="A" * 56, created="") if entry is None else entry.value
-        spent, kept = await self._followed(tenant)
-        training = (state for state in jobs if state.plan.spec.kind != "eval")
+        roster, spent, kept = await self._followed(tenant)
+        recorded, jobs = await roster.dataset_bytes(tenant), (await roster.of(tenant)).values()
         return Account(
             tenant=tenant,
             phase=own.phase,
@@ -224,18 +224,19 @@ class Reads:
                 "queued": sum(state.phase == "waiting" for state in jobs),
                 **({"device_s": spent.device_s, "session_s": spent.session_s} if spent.known else {}),
                 **({"money": spent.cost(self.prices, datetime.now(UTC))} if spent.known and self.prices else {}),
-                **({"stored_bytes": kept.size() + sum(state.dataset_bytes for state in jobs)} if kept.known else {}),
-                "slots": sum(state.phase not in TERMINAL and state.phase not in ("waiting", "paused") for state in training),
+                **({"stored_bytes": kept.size() + recorded} if kept.known else {}),
+                "slots": running(filter(trains, jobs)),
             },
             time=time.time(),
         )
 
-    async def _followed(self, tenant: str) -> tuple[Spent, Kept]:
-        """What is on record and in store, from the first time on followed, so that asking again costs nothing."""
-        self._asking[tenant] = None
+    async def _followed(self, tenant: str) -> tuple[Roster, Spent, Kept]:
+        """Its jobs, what is on record and in store, from the first time on followed, so that asking again costs nothing."""
+        roster = self._asking.setdefault(tenant, Roster(self.bus, tenant))
         self._asking.move_to_end(tenant)
         while len(self._asking) > FOLLOWED:
-            forgotten, _ = self._asking.popitem(last=False)
+            forgotten, followed = self._asking.popitem(last=False)
+            followed.close()
             self._spending.forget(forgotten)
             self._keeping.forget(forgotten)
         spent, kept = self._spending.of(tenant), self._keeping.of(tenant)
@@ -243,7 +244,7 @@ class Reads:
             if spent.known and kept.known:
                 break
             await asyncio.sleep(LOOK_S)
-        return spent, kept
+        return roster, spent, kept
 
     async def _version(self, tenant: str, policy: str) -> PolicyVersion | None:
         job, _, n = policy.partition("@")

@@ -1,4 +1,4 @@
-"""Jobs as a master knows them, followed in the registry: a look at them costs what is not over, however many there ever were.
+"""Jobs as the registry has them, followed: a look at them costs what is not over, however many there ever were.
 
 Finished jobs stay in the registry for good, since people look up what they had, and a name is given once. Of those that are
 closed only what is still asked about is kept here, added up. The roster says where it is worth looking; what is decided is
@@ -18,15 +18,17 @@ ALL = "job."  # what the keys of all jobs begin with
 
 
 class Roster:
-    """Jobs by tenant: this master's own writes at once, another master's as soon as the registry tells."""
+    """Jobs by tenant: what is noted counts at once, what others write as soon as the registry tells."""
 
-    def __init__(self, bus: Bus) -> None:
-        """Knows nobody. Whoever asks first waits until all that is there is known."""
+    def __init__(self, bus: Bus, tenant: str = "") -> None:
+        """Of one tenant, or of all. Knows nobody: whoever asks first waits until all that is there is known."""
+        self._prefix = registry.job_key(tenant, "") if tenant else ALL
         self._log = bus.log
         self._kv = bus.kv("registry")
         self._tenants: defaultdict[str, _Own] = defaultdict(_Own)
         self._reading = asyncio.Lock()
         self._following: asyncio.Task[None] | None = None
+        self._over = False
 
     def note(self, state: JobState, revision: int) -> None:
         """Take a state that was read or written; of one job, older ones are passed over."""
@@ -52,19 +54,26 @@ class Roster:
         own = await self.of(tenant)
         return (await self.past(tenant)).dataset_bytes + sum(state.dataset_bytes for state in own.values())
 
+    def close(self) -> None:
+        """Follow no longer; who still asks is answered from a list."""
+        self._over = True
+        if self._following is not None:
+            self._following.cancel()
+
     async def _complete(self) -> None:
         """Nothing is decided by half a list. Raises Unavailable while the registry cannot be read."""
         async with self._reading:
             if self._following is not None and not self._following.done():
                 return
             self._tenants.clear()
-            for entry in (await self._kv.entries(ALL, JobState)).values():
+            for entry in (await self._kv.entries(self._prefix, JobState)).values():
                 self.note(entry.value, entry.revision)
-            self._following = asyncio.create_task(self._follow())
+            if not self._over:
+                self._following = asyncio.create_task(self._follow())
 
     async def _follow(self) -> None:
         try:
-            async for key, entry in self._kv.watch(ALL, JobState):
+            async for key, entry in self._kv.watch(self._prefix, JobState):
                 if entry is not None:
                     self.note(entry.value, entry.revision)
                 else:

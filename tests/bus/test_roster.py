@@ -1,6 +1,7 @@
-"""The master's roster on the real server: finished jobs cost a look nothing, and nothing is decided on half a list or an old one."""
+"""The roster on the real server: finished jobs cost a look nothing, and nothing is decided on half a list or on an old one."""
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncIterator
 from typing import Any
@@ -9,11 +10,13 @@ import msgspec
 import pytest
 
 from nexus_bus import registry
-from nexus_bus.bus import Bus
+from nexus_bus.bus import Bus, EmbeddedServer
 from nexus_bus.bus.kv import Entry, Kv
+from nexus_bus.client import Client
 from nexus_bus.errors import Unavailable
 from nexus_bus.roster import Roster
 from schemas.plan import JobState
+from tests.bus.conftest import Crash
 from tests.conftest import Eventually
 from tests.unit.mastering import TENANT, events, job, master, phases, rl, sft
 
@@ -228,3 +231,41 @@ async def test_one_that_ended_is_begun_anew_from_a_new_list(
     await eventually(anew)
     await keep(bus, named(rl("training"), "third"))
     await eventually(lambda: set(roster._tenants[TENANT].open) == {"other", "third"})
+
+
+@pytest.mark.usefixtures("gateway")
+async def test_a_master_and_an_account_hear_of_jobs_again_once_a_killed_server_is_back(
+    server: EmbeddedServer, bus: Bus, crash: Crash, eventually: Eventually
+) -> None:
+    served, acme = master(bus), Client(bus, TENANT)
+    await served.tick()
+    assert (await acme.account()).used["jobs"] == 0
+    crash.kill()
+    crash.restart()
+    other = await Bus.connect(server.url, name="another-master")
+    await keep(other, rl("cancelled"), named(rl("training"), "runs"))
+    await other.close()
+
+    async def closed() -> bool:
+        with contextlib.suppress(Unavailable):
+            await served.tick()
+        return (await job(bus)).closed
+
+    async def counted() -> bool:
+        return (await acme.account()).used["jobs"] == 1
+
+    await eventually(closed)
+    await eventually(counted)
+
+
+# Whose jobs are asked for
+
+
+async def test_a_roster_of_one_tenant_knows_no_others_jobs(bus: Bus, decoded: list[str]) -> None:
+    await keep(bus, rl("training"), named(rl("training"), "theirs", "globex"))
+    roster = Roster(bus, TENANT)
+    assert await roster.tenants() == [TENANT]
+    roster.close()
+    await keep(bus, rl("paused"))
+    assert (await roster.of(TENANT))["touch"].phase == "paused", "who still asks is answered"
+    assert set(decoded) == {registry.job_key(TENANT, "touch")}
