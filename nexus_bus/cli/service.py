@@ -166,7 +166,8 @@ def worker_command(
     if env is not None:
         if role != "environment":
             raise Refused(f"--env: {role} has none; `nexus worker environment --env {env}`")
-        own = importlib.import_module("workers.own")
+        from nexus_bus import own
+
         return own.run(env=env, suffix=suffix, sessions=sessions or 1, name=name, url=url, flags=flags)
     if suffix is not None or sessions is not None:
         raise Refused("--as, --sessions: only with --env; how many sessions other workers hold is a setting (--set sessions=N)")
