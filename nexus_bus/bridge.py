@@ -7,16 +7,19 @@ call like any other. For the rest of the line its sessions look like all others;
 import asyncio
 import time
 import uuid
-from collections import OrderedDict
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
+from nexus_bus import registry
 from nexus_bus.bus import Bus, Incoming, Service
+from nexus_bus.bus.codec import MAX_BLOB_MESSAGE
 from nexus_bus.bus.request import ask_aside, while_served
+from nexus_bus.calls import Turns
 from nexus_bus.envs.catalog import EnvDescription, describe
-from nexus_bus.envs.offered import START, check, is_own
+from nexus_bus.envs.offered import START, amiss, check, is_own
 from nexus_bus.errors import (
     BadMessage,
     ContractError,
@@ -45,16 +48,18 @@ from schemas.environment import (
     SessionStep,
 )
 from schemas.job import EnvironmentSpec
+from schemas.policy import ObservationSpec
 from schemas.subjects import BY_NAME, subject
+from schemas.tenant import TenantRecord
 
 OPEN_S, CALL_S = 60.0, 60.0
 FORWARD_S = 2.0
 SWEEP_S = 1.0
 NOBODYS = "_"  # the job of a session that belongs to none
-OFFERS = 16  # of one tenant at once
+OFFERS = 32  # workers of one tenant at once, those that left in the last seconds included
 OFFER_BYTES = 64 << 10
 VERSION = 400  # characters of a simulator's name and versions
-REMEMBERED = 4096  # workers that are known to have offered
+SESSIONS = 128  # in a tenant's own environments at once, where its limits do not say
 # What a tenant's worker may say went wrong; whatever else it says is a fault of its environment.
 _ERRORS = {kind.code: kind for kind in (BadMessage, ContractError, NotFound, Refused, Unavailable, EnvironmentFault)}
 
@@ -70,22 +75,43 @@ class Bridged:
     tenant: str
     worker: str
     service: Service
+    seen: ObservationSpec  # what is expected of its observations
+    max_steps: int
     lease_s: float
     expires: float
     busy: int = 0
+    steps: int = 0  # of the episode
+    size: int = 0  # bytes of its observations: whoever plays it holds them all
+
+    def note(self, call: SessionCall, reply: SessionReply) -> None:
+        """Raises EnvironmentFault for an answer that is not what was agreed upon, and for an episode without an end."""
+        if wrong := amiss(reply, call, self.seen):
+            raise EnvironmentFault(f"the tenant's worker answered {wrong}")
+        if call.op in ("reset", "restore"):
+            self.steps, self.size = (reply.steps if call.op == "restore" else 0), 0
+        self.steps += len(reply.rewards)
+        if reply.observation is not None:
+            self.size += sum(len(image.data) for image in reply.observation.images.values())
+        if self.size > MAX_BLOB_MESSAGE:
+            raise EnvironmentFault(
+                f"an episode of the tenant's worker has {self.size} bytes of pictures; at most {MAX_BLOB_MESSAGE}: make them "
+                "smaller, send jpeg, or end sooner"
+            )
+        if call.op == "step" and self.steps >= self.max_steps and reply.end == "running":
+            raise EnvironmentFault(f"the tenant's worker goes on after {self.steps} steps; its episodes have {self.max_steps}")
 
 
 class Bridge:
     """The gateway's calls `env.*`, and what rollout workers ask of tenants' own environments."""
 
-    def __init__(self, bus: Bus) -> None:
-        """Nothing is heard until `open`."""
-        self.bus = bus
+    def __init__(self, bus: Bus, turns: Turns) -> None:
+        """Nothing is heard until `open`. Opening waits for others, so it takes its turns itself."""
+        self.bus, self.turns = bus, turns
         self.kv = bus.kv("offers")
         self.token = f"g-{uuid.uuid4().hex[:16]}"  # names are unique on one machine only
         self.asked: dict[tuple[str, str], asyncio.Future[OwnAnswer]] = {}  # by tenant and id
         self.sessions: dict[str, Bridged] = {}
-        self.known: OrderedDict[str, None] = OrderedDict()  # keys of offers that were counted
+        self.opening: Counter[str] = Counter()  # of those, by tenant
 
     async def open(self) -> None:
         """Listen to rollout workers and other gateways."""
@@ -109,7 +135,8 @@ class Bridge:
     async def lease(self, ask: SessionAsk, incoming: Incoming) -> SessionLease:
         """`env.open`."""
         tenant = incoming.tokens["tenant"]
-        known = await self._known(tenant, ask.environment)
+        async with self.turns.of(tenant):
+            known = await self._known(tenant, ask.environment)
         request = SessionOpen(
             tenant=tenant, job=NOBODYS, environment=ask.environment, action=ask.action or known.action,
             observation=ask.observation or known.observation, lease_s=ask.lease_s, session=uuid.uuid4().hex,
@@ -153,18 +180,16 @@ class Bridge:
         """`env.offer`."""
         tenant = incoming.tokens["tenant"]
         key = offer_key(tenant, offer.environment, offer.worker)
+        keys = await self.kv.keys(f"{tenant}.", deleted=True)  # what was deleted takes its room until it is over
         if not offer.sessions:
-            await self.kv.delete(key)
+            if key in keys:
+                await self.kv.delete(key)
             return Ack()
         check(offer)
         if (size := len(msgspec.json.encode(offer))) > OFFER_BYTES:
             raise BadMessage(f"tasks: {size} bytes; an offer has at most {OFFER_BYTES}: serve fewer tasks by each worker")
-        if key not in self.known and len({*await self.kv.keys(f"{tenant}."), key}) > OFFERS:
-            raise Unavailable(f"env.offer: {OFFERS} workers of yours serve environments already; end one, or wait {OFFERS} s")
-        self.known[key] = None
-        self.known.move_to_end(key)
-        if len(self.known) > REMEMBERED:
-            self.known.popitem(last=False)
+        if len({*keys, key}) > OFFERS:
+            raise Unavailable(f"env.offer: {OFFERS} workers of yours serve environments, or have just left; end one, or wait")
         await self.kv.put(key, offer)
         return Ack()
 
@@ -198,7 +223,10 @@ class Bridge:
         request = msgspec.structs.replace(request, session=name)
         # First, so that the asker sees that somebody is at it.
         service = await self.bus.serve("env.session", self.own_call, tenant=tenant, session=name)
+        self.opening[tenant] += 1
         try:
+            known = await self._offered(tenant, request.environment)
+            await self._allow(tenant)
             answer = await self._ask("ask.open", OPEN_S, tenant, {"environment": environment}, open=request)
             worker, version = _opened(answer, name)
         except BaseException as error:
@@ -206,8 +234,27 @@ class Bridge:
             if isinstance(error, _Absent):
                 raise Unavailable(f"{environment}: no worker of the tenant's serves it right now ({error}): {START}") from None
             raise
-        self.sessions[name] = Bridged(tenant, worker, service, request.lease_s, time.monotonic() + request.lease_s)
+        finally:
+            self.opening[tenant] -= 1
+            if not self.opening[tenant]:
+                del self.opening[tenant]
+        self.sessions[name] = Bridged(
+            tenant, worker, service, request.observation, known.max_steps, request.lease_s, time.monotonic() + request.lease_s
+        )
         return SessionOpened(session=name, subject=f"env.session.{tenant}.{name}", worker=worker, version=version)
+
+    async def _offered(self, tenant: str, environment: EnvironmentSpec) -> EnvDescription:
+        own = await offered(self.bus, tenant)
+        if environment.id not in own:
+            raise _Absent("it is not offered")
+        return describe(environment, own)
+
+    async def _allow(self, tenant: str) -> None:
+        """Each session is a subscription here, for as long as its lease says."""
+        account = await self.bus.kv("registry").get(registry.account_key(tenant), TenantRecord)
+        allowed = (account.value.limits.sessions if account is not None else None) or SESSIONS
+        if self.opening[tenant] + sum(one.tenant == tenant for one in self.sessions.values()) > allowed:
+            raise Unavailable(f"sessions: {allowed} of the tenant's own are open, its limit; close one, or wait for its lease")
 
     async def own_call(self, call: SessionCall, incoming: Incoming) -> SessionReply:
         """`env.session` of a session that a tenant's worker holds."""
@@ -228,6 +275,7 @@ class Bridge:
             await self._release(name)
         if answer.reply is None:
             raise EnvironmentFault("the tenant's worker answered another question")
+        held.note(call, answer.reply)
         return answer.reply
 
     async def _ask(self, name: str, limit: float, tenant: str, tokens: dict[str, str], **question: Any) -> OwnAnswer:
@@ -261,7 +309,7 @@ def _opened(answer: OwnAnswer, session: str) -> tuple[str, str]:
     """Who holds the session that was asked for, and on which simulator."""
     opened = answer.opened
     try:
-        if opened is not None and opened.session == session:
+        if opened is not None and opened.session == session and opened.version.isprintable():
             return msgspec.convert(opened.worker, Name), opened.version[:VERSION]
     except msgspec.ValidationError:
         pass

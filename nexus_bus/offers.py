@@ -19,7 +19,7 @@ from schemas.tenant import TenantLimits
 
 EVERY_S = OFFER_S / 5  # how often a worker says it, so that a few may be lost
 LOOK_S = 0.5
-MOST = 64  # sessions of one tenant
+MOST = 32  # orders of one tenant in hand: half of what a rollout worker plays, so that robots which stall hold up nobody else's
 
 
 def offer_key(tenant: str, environment: str, worker: str) -> str:

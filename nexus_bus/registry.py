@@ -45,3 +45,8 @@ def state_key(tenant: str, job: str) -> str:
 def slot_key(tenant: str, job: str) -> str:
     """Lease of a trainer's slot, in the bucket `leases`."""
     return f"slot.{tenant}.{job}"
+
+
+def dataset_key(tenant: str, dataset: str) -> str:
+    """DatasetRecord, of one that was pushed; with an empty dataset, the prefix of all of a tenant's."""
+    return f"dataset.{tenant}.{dataset}"

@@ -7,6 +7,7 @@ process that dies takes its own sessions along and nobody else's. A session that
 import asyncio
 import time
 import uuid
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -94,6 +95,7 @@ class Sessions:
     held: dict[str, Held] = field(default_factory=dict)
     running: dict[tuple[str, str], list[Process]] = field(default_factory=dict)  # by tenant and kind
     idle: dict[tuple[str, bytes], list[tuple[Process, SimulatorHost, int]]] = field(default_factory=dict)  # closed, kept warm
+    opening: Counter[str] = field(default_factory=Counter[str])  # by tenant, sessions whose simulators are being made
 
     async def open(self, tenant: str, request: SessionOpen, known: EnvDescription, allowed: int | None = None) -> str:
         """Lease a session, after the specs of policy and environment were compared; its name.
@@ -107,19 +109,24 @@ class Sessions:
             Unavailable: as many are held as may be.
         """
         fits(request, known)  # first: this will not change, and room may be found
-        if len(self.held) >= self.limit:
-            raise Unavailable(f"environment worker {self.name} holds {len(self.held)} sessions, its limit; try again")
-        if allowed is not None and sum(held.tenant == tenant for held in self.held.values()) >= allowed:
+        if (taken := len(self.held) + self.opening.total()) >= self.limit:
+            raise Unavailable(f"environment worker {self.name} holds {taken} sessions, its limit; try again")
+        own = self.opening[tenant] + sum(held.tenant == tenant for held in self.held.values())
+        if allowed is not None and own >= allowed:
             raise Unavailable(
                 f"sessions: the tenant holds its limit of {allowed}; close one, or try again once its lease is over"
             )
         name = request.session or uuid.uuid4().hex[:16]
-        unlisten = await self.listen(tenant, name)
+        self.opening[tenant] += 1  # they count from now on, however many are opened at once
         try:
-            process, host, sid = await self._simulator(tenant, request.environment)
-        except BaseException:
-            await unlisten()
-            raise
+            unlisten = await self.listen(tenant, name)
+            try:
+                process, host, sid = await self._simulator(tenant, request.environment)
+            except BaseException:
+                await unlisten()
+                raise
+        finally:
+            self.opening -= Counter((tenant,))
         self.held[name] = Held(
             tenant, request.job, request.environment, process, host, sid, unlisten, request.lease_s,
             (clock := time.monotonic()) + request.lease_s, clock,

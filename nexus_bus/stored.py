@@ -1,4 +1,4 @@
-"""What is kept in store: weights of versions, training states, recorded datasets. The master's.
+"""What is kept in store: weights of versions, training states, recorded and pushed datasets. The master's.
 
 `Stored` says what each job keeps, as a gauge in its usage. A gauge counts until the job's next one, so it is published when it
 changes, and daily, and twice is harmless. `Keeping` knows at any time what a tenant keeps that has a limit.
@@ -14,6 +14,7 @@ from nexus_bus import worker
 from nexus_bus.bus import Bus
 from nexus_bus.clock import now
 from nexus_bus.errors import NexusError
+from schemas.dataset import DatasetRecord
 from schemas.plan import JobState
 from schemas.policy import PolicyVersion, TrainingState
 from schemas.usage import Usage
@@ -23,7 +24,9 @@ if TYPE_CHECKING:
 
 LOOK_S = 300.0
 AGAIN_S = 86_400.0
-KINDS: dict[str, type[PolicyVersion] | type[TrainingState]] = {"policy.": PolicyVersion, "state.": TrainingState}  # by prefix
+Value = PolicyVersion | TrainingState | DatasetRecord
+KINDS: dict[str, type[Value]] = {"policy.": PolicyVersion, "state.": TrainingState, "dataset.": DatasetRecord}  # by prefix
+NO_JOB = "_"  # of datasets that were pushed
 
 
 class Stored:
@@ -57,7 +60,7 @@ class Stored:
         blobs: dict[tuple[str, str], dict[str, int]] = {}  # the same content of a job lies there once
         for prefix, kind in KINDS.items():
             for entry in (await self.kv.entries(prefix, kind)).values():
-                blobs.setdefault((entry.value.tenant, entry.value.job), {}).update(_blobs(entry.value))
+                blobs.setdefault((entry.value.tenant, _job(entry.value)), {}).update(_blobs(entry.value))
         held = Counter({owner: sum(own.values()) for owner, own in blobs.items()})
         for entry in (await self.kv.entries("job.", JobState)).values():
             held[entry.value.plan.tenant, entry.value.plan.spec.name] += entry.value.dataset_bytes
@@ -65,7 +68,7 @@ class Stored:
 
 
 class Kept:
-    """Weights and training states of a tenant."""
+    """Weights, training states and pushed datasets of a tenant."""
 
     def __init__(self) -> None:
         """Of nothing."""
@@ -79,9 +82,11 @@ class Kept:
             self._size = sum({blob: size for own in self._blobs.values() for blob, size in own.items()}.values())
         return self._size
 
-    def note(self, key: str, value: PolicyVersion | TrainingState | None) -> None:
+    def note(self, key: str, value: Value | None) -> None:
         """What is there now under a key of the registry."""
-        self._blobs[key] = {(value.job, sha256): size for sha256, size in _blobs(value).items()} if value is not None else {}
+        self._blobs[key] = (
+            {(_job(value), content): size for content, size in _blobs(value).items()} if value is not None else {}
+        )
         self._size = None
 
 
@@ -119,13 +124,19 @@ class Keeping:
             kept.known = False
             self._log.warning("what a tenant keeps cannot be followed", tenant=tenant, error=str(error))
 
-    async def _watch(self, kept: Kept, prefix: str, kind: type[PolicyVersion] | type[TrainingState]) -> None:
+    async def _watch(self, kept: Kept, prefix: str, kind: type[Value]) -> None:
         async for key, entry in self._kv.watch(prefix, kind):
             kept.note(key, entry.value if entry is not None else None)
 
 
-def _blobs(value: PolicyVersion | TrainingState) -> dict[str, int]:
+def _job(value: Value) -> str:
+    return NO_JOB if isinstance(value, DatasetRecord) else value.job
+
+
+def _blobs(value: Value) -> dict[str, int]:
     """Content → bytes."""
+    if isinstance(value, DatasetRecord):
+        return {value.dataset: value.bytes}
     if isinstance(value, TrainingState):
         return {value.state.sha256: value.state.size}
     refs = () if value.purged else (value.weights, value.adapter)

@@ -19,6 +19,7 @@ from schemas.base import Image, Tensor
 Encoding = Literal["png", "jpeg", "raw"]
 
 MAX_PIXELS = 4096 * 4096
+MAX_SCANS = 64  # of a JPEG: each goes over all of the picture, and costs some 20 bytes
 JPEG_QUALITY = 95
 
 _NUMPY: dict[str, np.dtype[Any]] = {
@@ -101,6 +102,8 @@ def decode_image(image: Image) -> np.ndarray:
         if len(image.data) != height * width * 3:
             raise BadMessage(f"image.data: {len(image.data)} bytes, but raw {list(image.shape)} takes {height * width * 3}")
         return np.frombuffer(image.data, np.uint8).reshape(image.shape).copy()
+    if image.encoding == "jpeg" and (scans := image.data.count(b"\xff\xda")) > MAX_SCANS:
+        raise BadMessage(f"image.data: a jpeg of {scans} scans; at most {MAX_SCANS}")
     try:
         # Only the declared codec may run, and the header is compared before a pixel is unfolded.
         with Pillow.open(io.BytesIO(image.data), formats=[image.encoding.upper()]) as opened:

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import msgspec
 import structlog
 
-from nexus_bus import config, faults, logs, telemetry
+from nexus_bus import config, faults, logs, memory, telemetry
 from nexus_bus.bus import Bus, Card, Presence, ensure_topology
 from nexus_bus.clock import now
 from nexus_bus.errors import Denied
@@ -69,6 +69,7 @@ def run(
     worker = name or f"{role}-{os.getpid()}"
     logs.start(role, worker, settings.log_level)
     faults.start(role, worker)
+    memory.keep()
     return in_loop(_serve(role, worker, settings, main))
 
 

@@ -19,6 +19,7 @@ PUBLIC = "public"  # no tenant's name: below it lies what every tenant may read
 NAME_PATTERN = r"^[a-z0-9][a-z0-9_-]{0,62}" + END
 
 Name = Annotated[str, Meta(pattern=NAME_PATTERN, description="A tenant, job or worker: one token of a subject.")]
+JobOrNone = Annotated[str, Meta(pattern=r"^([a-z0-9][a-z0-9_-]{0,62}|_)" + END, description="A job, or `_` for none.")]
 PolicyRef = Annotated[
     str,
     Meta(pattern=r"^[a-z0-9][a-z0-9_-]{0,62}@(0|[1-9][0-9]{0,8}|latest)" + END, description="`<job>@<n>` or `<job>@latest`."),

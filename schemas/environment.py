@@ -4,11 +4,10 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from schemas.base import END, Count, Image, Message, Name, Positive, Seed, Tensor
+from schemas.base import END, Count, Image, JobOrNone, Message, Name, Positive, Seed, Tensor
 from schemas.job import EnvironmentSpec, ExpertSpec
 from schemas.policy import ActionSpec, ObservationSpec
 
-JobOrNone = Annotated[str, Meta(pattern=r"^([a-z0-9][a-z0-9_-]{0,62}|_)" + END, description="A job, or `_` for none.")]
 EndReason = Literal["running", "success", "failure", "time_limit"]
 
 

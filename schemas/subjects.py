@@ -10,7 +10,7 @@ from typing import Literal
 
 import msgspec
 
-from schemas import api, control, environment, evaluation, events, inference, job, policy, rollout, training, usage
+from schemas import api, control, dataset, environment, evaluation, events, inference, job, policy, rollout, training, usage
 from schemas.base import NAME_PATTERN
 
 Codec = Literal["json", "msgpack"]
@@ -96,6 +96,11 @@ TABLE: tuple[SubjectEntry, ...] = (
     _call("env.call", environment.SessionStep, environment.SessionReply, "One call on a session.", codec="msgpack"),
     _call("env.offer", environment.OwnOffer, control.Ack, "Serve an environment of one's own."),
     _call("env.answer", environment.OwnAnswer, control.Ack, "What its worker says when asked on `ask.>`.", codec="msgpack"),
+    _call("data.begin", dataset.DatasetBegin, dataset.DatasetBegun, "A page of the files of a dataset that is to be sent."),
+    _call("data.put", dataset.DatasetPut, dataset.DatasetHeld, "A piece of one of them.", codec="msgpack"),
+    _call("data.commit", dataset.DatasetCommit, dataset.DatasetCommitted, "Check what was sent, and put it in place."),
+    _call("data.list", dataset.DatasetQuery, dataset.DatasetPage, "Datasets that jobs can name."),
+    _call("data.drop", dataset.DatasetDrop, dataset.DatasetDropped, "Take one away."),
     _call("event.read", api.LogQuery, api.EventPage, "What happened. Live, without replay: subscribe `event.>`."),
     _call("eval.read", api.LogQuery, api.EpisodePage, "Episodes of evaluations, as they end."),
     _call("eval.film", api.FilmQuery, api.FilmFound, "What the policy saw in one of them.", codec="msgpack"),
@@ -130,6 +135,16 @@ TABLE: tuple[SubjectEntry, ...] = (
          codec="msgpack", delivery="request", producer="rollout", consumer="environment", summary="One call on a session."),
     _row("env.own", "env.own.{tenant}", environment.SessionOpen, reply=environment.SessionOpened, delivery="request",
          producer="rollout", consumer="gateway", summary="Lease a session of an environment of the tenant's own."),
+    _row("data.begin", "data.begin.{tenant}", dataset.DatasetAsked, reply=dataset.DatasetBegun, delivery="request",
+         producer="gateway", consumer="environment", summary="Begin a dataset, or go on with it."),
+    _row("data.put", "data.put.{tenant}", dataset.DatasetPut, reply=dataset.DatasetHeld, codec="msgpack", delivery="request",
+         producer="gateway", consumer="environment", summary="A piece of one of its files."),
+    _row("data.commit", "data.commit.{tenant}", dataset.DatasetCommit, reply=dataset.DatasetCommitted, delivery="request",
+         producer="gateway", consumer="environment", summary="Check it, and put it in place."),
+    _row("data.list", "data.list.{tenant}", dataset.DatasetQuery, reply=dataset.DatasetPage, delivery="request",
+         producer="gateway", consumer="environment", summary="Datasets of a tenant."),
+    _row("data.drop", "data.drop.{tenant}", dataset.DatasetDrop, reply=dataset.DatasetDropped, delivery="request",
+         producer="gateway", consumer="environment", summary="Take one away."),
     _row("ask.open", "ask.{tenant}.open.{environment}", environment.OwnAsk, codec="msgpack", delivery="beat",
          producer="gateway", consumer="a tenant's environment worker", summary="Open a session; one of them answers."),
     _row("ask.call", "ask.{tenant}.call.{worker}", environment.OwnAsk, codec="msgpack", delivery="beat",
@@ -178,6 +193,11 @@ BY_NAME: dict[str, SubjectEntry] = {row.name: row for row in TABLE}
 CALLS: tuple[SubjectEntry, ...] = tuple(row for row in TABLE if row.local)  # what tenants may ask
 BY_TYPE: dict[str, SubjectEntry] = {row.type: row for row in TABLE}
 
+_SHAPES: dict[tuple[int, str], list[tuple[SubjectEntry, list[str]]]] = {}  # by how many words a subject has, and its first
+for _entry in TABLE:
+    _shape = _entry.pattern.split(".")
+    _SHAPES.setdefault((len(_shape), _shape[0]), []).append((_entry, _shape))
+
 
 def subject(name: str, **tokens: str) -> str:
     """Render the subject `name` with its tokens.
@@ -201,8 +221,7 @@ def parse(text: str) -> tuple[SubjectEntry, dict[str, str]]:
         KeyError: no row of the table has this shape.
     """
     parts = text.split(".")
-    for row in TABLE:
-        shape = row.pattern.split(".")
-        if len(shape) == len(parts) and all(s == p or s.startswith("{") for s, p in zip(shape, parts, strict=True)):
+    for row, shape in _SHAPES.get((len(parts), parts[0]), ()):
+        if all(s == p or s.startswith("{") for s, p in zip(shape, parts, strict=True)):
             return row, {s[1:-1]: p for s, p in zip(shape, parts, strict=True) if s.startswith("{")}
     raise KeyError(f"no subject of the table looks like {text!r}")

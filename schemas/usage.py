@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from schemas.base import Count, Message, Name, Seconds
+from schemas.base import Count, JobOrNone, Message, Name, Seconds
 
 UsageKind = Literal["inference", "training", "environment", "storage"]
 
@@ -14,7 +14,7 @@ class Usage(Message, frozen=True, kw_only=True):
     """
 
     tenant: Name
-    job: Name
+    job: JobOrNone  # "_": sessions that the tenant opened itself
     worker: Name
     kind: UsageKind
     device_s: float = 0.0  # of the compute thread of an inference worker or a trainer

@@ -1,7 +1,7 @@
 """Environment: sessions of real simulators, and the dataset side of the Environment Service.
 
-Reads   env.open and env.session (core requests of rollout workers and tenants), ROLLOUT (env.prepare, env.feed:
-        a durable consumer per tenant, served by shares of time).
+Reads   env.open and env.session (core requests of rollout workers and tenants), data.* (see nexus_bus/incoming.py), ROLLOUT
+        (env.prepare, env.feed: a durable consumer per tenant, served by shares of time).
 Writes  TRAINING (SFT batches), JOBS (prepared reports), datasets below the data root.
 Killed  its sessions are gone: whoever held one opens another and plays the episode again from its seed. A half-recorded
         dataset is never finalised, a half-done feed order is redelivered; batches carry ids and are stored once.
@@ -20,11 +20,13 @@ import numpy as np
 
 from nexus_bus import registry, worker
 from nexus_bus.bus import Bus, Delivery, Done, Incoming, Outcome, data_durable, die_with_parent
+from nexus_bus.data.layout import Root
 from nexus_bus.data.reader import Dataset
 from nexus_bus.data.sampler import batch_indices
 from nexus_bus.envs.catalog import describe
 from nexus_bus.envs.host import SimulatorHost
-from nexus_bus.errors import EnvironmentFault, NexusError, NotFound, Refused
+from nexus_bus.errors import BadMessage, Conflict, EnvironmentFault, NexusError, NotFound, Refused
+from nexus_bus.incoming import Arriving
 from nexus_bus.serving import AHEAD, Serving
 from nexus_bus.sessions import Close, Sessions
 from nexus_bus.tensors import encode_image, to_tensor
@@ -48,6 +50,7 @@ from schemas.training import TrainingBatch, TrainingSample
 ROLE: Role = "environment"
 
 ENCODED_FRAMES = 20_000  # pictures kept encoded for later epochs: about 8 KB each
+NOBODYS, NOBODYS_SHARE = "_", 4  # the job of sessions that belong to none, and the part of all that one tenant may hold then
 LOOK_S = 1.0  # between looks whether a recording is still wanted
 
 
@@ -60,8 +63,9 @@ class Environment:
         self.kv = context.bus.kv("registry")
         self.root = Path(context.config.data_root)
         self.datasets: dict[Path, Dataset] = {}
-        self.encoded: OrderedDict[tuple[Path, int, str], dict[str, Image]] = OrderedDict()
+        self.encoded: OrderedDict[tuple[Dataset, int, str], dict[str, Image]] = OrderedDict()
         self.used = Tally(context.bus, context.name, "environment")
+        self.arriving = Arriving(context.bus, self.root, context.pulse, int(context.config.memory_gb * 1e9))
         self.serving = Serving(
             context.bus, lambda tenant, _: data_durable(tenant), batch=context.config.feeds + AHEAD, on_dead=self.given_up
         )
@@ -76,6 +80,8 @@ class Environment:
         """Lease a session, after the specs of policy and environment were compared."""
         tenant = incoming.tokens["tenant"]
         allowed = self.serving.allowances.of(tenant).sessions  # of all workers; whoever plays orders keeps to it by itself
+        if request.job == NOBODYS:  # to keep one costs its holder nothing: it must leave room for others
+            allowed = min(allowed or self.sessions.limit, max(1, self.sessions.limit // NOBODYS_SHARE))
         known = describe(request.environment)
         name = await self.sessions.open(tenant, request, known, allowed)
         return SessionOpened(
@@ -127,7 +133,8 @@ class Environment:
             path = root.joinpath(*rest if public else (dataset,)).resolve()
         except (OSError, ValueError) as error:  # too long, or with a zero byte
             raise NotFound(f"data.dataset: {dataset[:80]!r} is not a directory's name: {error}") from None
-        if path == root or not path.is_relative_to(root):
+        below = path.relative_to(root).parts if path.is_relative_to(root) else ()
+        if not below or below[0].startswith("."):  # hidden is what is not finished
             raise NotFound(
                 f"data.dataset: {dataset!r} is not a directory below {'public' if public else 'the tenant'}'s data root"
             )
@@ -138,6 +145,10 @@ class Environment:
         path, public = self.directory(order.tenant, order.dataset)
         if order.expert is not None and public:
             raise Refused(f"data.dataset: {order.dataset!r} is read by every tenant and recorded by none; name one of your own")
+        if order.expert is not None and await self.arriving.pushed(order.tenant, path):
+            raise Refused(
+                f"data.dataset: {order.dataset!r} was pushed, and a recording would replace it; name another, or drop it"
+            )
         if order.expert is not None and not await self._record(order, path):
             return
         dataset = await self._dataset(path)
@@ -195,7 +206,10 @@ class Environment:
 
     async def _dataset(self, path: Path) -> Dataset:
         if path not in self.datasets or self.datasets[path].replaced:
-            self.datasets[path] = await asyncio.to_thread(Dataset, path)
+            self.datasets[path] = await asyncio.to_thread(opened, path)
+            for key in list(self.encoded):  # in one go: threads put pictures there
+                if key[0].root == path:  # of what lay there before
+                    self.encoded.pop(key, None)
         return self.datasets[path]
 
     async def feed(self, order: FeedOrder) -> None:
@@ -203,17 +217,17 @@ class Environment:
         path, public = self.directory(order.tenant, order.dataset)
         dataset = await self._dataset(path)
         for number in range(order.first, order.last):
-            batch = await asyncio.to_thread(self._batch, path, dataset, order, number, public)
+            batch = await asyncio.to_thread(self._batch, dataset, order, number, public)
             await self.bus.publish(
                 "train.batch", batch, msg_id=f"{order.tenant}/{batch.id}", tenant=order.tenant, job=order.job
             )
             self.context.pulse.progress += 1
 
-    def _batch(self, path: Path, dataset: Dataset, order: FeedOrder, number: int, public: bool) -> TrainingBatch:
+    def _batch(self, dataset: Dataset, order: FeedOrder, number: int, public: bool) -> TrainingBatch:
         samples: list[TrainingSample] = []
         for index in batch_indices(len(dataset), order.seed, number, order.batch_size):
             chunk = dataset.chunk(int(index), order.horizon)
-            images = self._images(path, dataset, int(index), order.image_encoding)
+            images = self._images(dataset, int(index), order.image_encoding)
             observation = Observation(
                 images=images, state=to_tensor(chunk.state.astype(np.float32)), instruction=chunk.instruction
             )
@@ -227,8 +241,8 @@ class Environment:
         name = f"{order.job}/{number}"
         return TrainingBatch(id=name, tenant=order.tenant, job=order.job, batch=number, public=public, samples=samples)
 
-    def _images(self, path: Path, dataset: Dataset, index: int, encoding: Any) -> dict[str, Image]:
-        key = (path, index, encoding)
+    def _images(self, dataset: Dataset, index: int, encoding: Any) -> dict[str, Image]:
+        key = (dataset, index, encoding)
         found = self.encoded.get(key)
         if found is None:
             found = {camera: encode_image(picture, encoding) for camera, picture in dataset.images(index).items()}
@@ -243,6 +257,17 @@ class Environment:
         await self.used.flush()
 
 
+def opened(path: Path) -> Dataset:
+    """A dataset. Raises as Dataset, and Conflict where another one was put in its place meanwhile: what was read is of both."""
+    root = Root(path)
+    try:
+        return Dataset(path)
+    except BadMessage as error:
+        if root.replaced:
+            raise Conflict(f"dataset {root.name}: was replaced while it was opened; open it again") from error
+        raise
+
+
 def size(directory: Path) -> int:
     """Bytes of the files below a directory."""
     return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
@@ -253,7 +278,9 @@ async def main(context: Context) -> None:
     environment = Environment(context)
     await environment.serving.allowances.load()
     service = await context.bus.serve("env.open", environment.open, queue="environment", tenant="*")
-    beside = [asyncio.create_task(work) for work in (environment.sessions.sweep(), environment.used.publish())]
+    await environment.arriving.open()
+    sweeping = environment.sessions.sweep(), environment.arriving.sweep()
+    beside = [asyncio.create_task(work) for work in (*sweeping, environment.used.publish())]
     context.pulse.state = "running"
     try:
         await environment.serving.consume(environment.handle, concurrency=context.config.feeds, stop=context.stop)
@@ -262,6 +289,7 @@ async def main(context: Context) -> None:
         raise
     finally:
         await service.stop()
+        await environment.arriving.close()
         for task in beside:
             task.cancel()
         await environment.close()

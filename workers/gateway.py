@@ -2,6 +2,7 @@
 
 Reads   requests `tenant.<name>.<call>`, where the server has put the name; registry, logs and blobs on behalf of that tenant;
         env.own of rollout workers.
+Asks    data.* of environment workers.
 Writes  JOBS (orders under ids that begin with the tenant), INFERENCE (infer.request), UPLOADS, blobs (imports), AUDIT.
 Killed  whoever asked gets no answer and asks again: orders carry ids, reads change nothing. Several share the requests.
 """
@@ -28,9 +29,10 @@ from nexus_bus.errors import BadJob, BadMessage, NotFound, Unavailable, from_cod
 from nexus_bus.exported import LARGEST
 from nexus_bus.serving import introduce
 from nexus_bus.worker import Context
-from schemas.api import CHUNK_BYTES, Taken, UploadChunk, UploadedImport
+from schemas.api import CHUNK_BYTES, AccountQuery, Taken, UploadChunk, UploadedImport
 from schemas.base import BlobRef
 from schemas.control import Ack, Role
+from schemas.dataset import DatasetAsked, DatasetBegin, DatasetBegun, DatasetCommit, DatasetDrop
 from schemas.inference import InferenceReply, InferenceRequest
 from schemas.job import JobCancel, JobPause, JobResume, JobSpec
 from schemas.plan import TERMINAL, JobState
@@ -45,9 +47,11 @@ PIECES = LARGEST // CHUNK_BYTES + 1  # of those
 UPLOADS = 4  # of one tenant that have begun and are not used yet
 ASSEMBLED = 2  # files put together side by side: each may be large
 REGISTERED_S, LOOK_S = 2.0, 0.05  # for an import that was asked for before to show
+DATA_S = 8.0  # that an environment worker may take for a call on datasets: less than a client waits
 # Calls that wait for others, and take their turns only for what they do themselves.
 PATIENT = frozenset(
     {"infer.request", "env.open", "env.call", "env.answer", "event.read", "eval.read", "usage.read", "audit.read"}
+    | (DATA := frozenset({"data.begin", "data.put", "data.commit", "data.list", "data.drop"}))
 )
 ID_LENGTH = 200  # of a message id that a tenant chooses
 REASON_LENGTH = 1000  # of why a job is stopped: it is kept with the job
@@ -80,7 +84,8 @@ class Gateway:
         self.settings: GatewayConfig = context.config or GatewayConfig()
         self.turns = Turns(self.settings.tenant_work)
         self.reads = Reads(context.bus, self.turns)
-        self.bridge = Bridge(context.bus)
+        self.bridge = Bridge(context.bus, self.turns)
+        self.data_turns = Turns(self.settings.tenant_work)  # of their own: a push must not hold up what else is asked
         self.under_way: Counter[str] = Counter()  # by tenant
         self.ordered: dict[str, tuple[float, float]] = {}  # by tenant: orders it may send at once, as of a time
         self.met: set[str] = set()  # tenants who have ordered something here
@@ -111,6 +116,8 @@ class Gateway:
             "env.call": self.bridge.step,
             "env.offer": self.bridge.offer,
             "env.answer": self.bridge.answer,
+            **dict.fromkeys(DATA, self.data),
+            "data.begin": self.begin_data,
             "event.read": reads.events,
             "eval.read": reads.episodes,
             "eval.film": reads.film,
@@ -259,6 +266,30 @@ class Gateway:
                     "hash given; send the file again"
                 )
             await self.bus.blobs.put(data, media_type=ref.media_type)
+
+    # Datasets
+
+    async def data(self, message: Any, incoming: Incoming) -> Any:
+        """A call on datasets is answered by an environment worker: they lie on its disk."""
+        tenant, name = incoming.tokens["tenant"], _call_of(incoming)
+        async with self.data_turns.of(tenant):
+            if isinstance(message, DatasetCommit | DatasetDrop):
+                self._allow(tenant)
+                key = f"{tenant}/{message.upload if isinstance(message, DatasetCommit) else uuid.uuid4().hex}"
+                await audit(self.bus, tenant, name, "_", "asked", message.dataset, key=key, caller=_caller(incoming))
+            return await self.bus.request(name, message, timeout=DATA_S, tenant=tenant)
+
+    async def begin_data(self, message: DatasetBegin, incoming: Incoming) -> DatasetBegun:
+        """The same, with what the tenant may still keep."""
+        room = None
+        if message.last:
+            async with self.turns.of(incoming.tokens["tenant"]):
+                account = await self.reads.account(AccountQuery(), incoming)
+            if (most := account.limits.stored_bytes) is not None:
+                if "stored_bytes" not in account.used:
+                    raise Unavailable("limits.stored_bytes: what you keep is being summed up; ask again")
+                room = max(0, most - int(account.used["stored_bytes"]))
+        return await self.data(DatasetAsked(begin=message, room=room), incoming)
 
     # Inference
 

@@ -56,14 +56,20 @@ class GuardedClient(Client):
             writer.transport.abort()
         await super()._attempt_reconnect()
 
-    async def _flush_pending(self, force_flush: bool = False) -> Any:
-        """The stock client swallows a cancellation that arrives here, and the task that was cancelled lives on."""
+    async def _flush_pending(self, force_flush: bool = False) -> None:
+        """The stock client swallows a cancellation that arrives here, and the task that was cancelled lives on. It also wakes a
+        task for each message that is to leave; where nothing else waits for the socket, it leaves at once.
+        """
+        out: Any = getattr(getattr(self._transport, "_io_writer", None), "transport", None)
+        if out is not None and self.is_connected and not (force_flush or out.is_closing() or out.get_write_buffer_size()):
+            out.writelines(self._pending)
+            self._pending, self._pending_data_size = [], 0
+            return
         task = asyncio.current_task()
         before = task.cancelling() if task else 0
-        result = await super()._flush_pending(force_flush)
+        await super()._flush_pending(force_flush)
         if task and task.cancelling() > before:
             raise asyncio.CancelledError
-        return result
 
     async def _close(self, status: int, do_cbs: bool = True) -> None:
         """The stock client raises where the server cut it off with bytes unsent; they are lost, and it closes all the same."""
@@ -72,6 +78,33 @@ class GuardedClient(Client):
         except OSError:
             self._status = Client.DISCONNECTED
             await super()._close(status, do_cbs)
+
+    async def ask(self, on: str, payload: bytes, headers: dict[str, str]) -> "asyncio.Future[Msg]":
+        """Ask, and leave the waiting to the caller: the future of its answer, of status 503 where nobody serves `on`."""
+        if not self._resp_sub_prefix:
+            await self._init_request_sub()
+        token = self._nuid.next().decode()
+        prefix: Any = self._resp_sub_prefix
+        asked: dict[str, asyncio.Future[Msg]] = self._resp_map
+        answer = asked[token] = asyncio.get_running_loop().create_future()
+        answer.add_done_callback(lambda _: asked.pop(token, None))
+        try:
+            await self.publish(on, payload, reply=prefix.decode() + token, headers=headers)
+        except BaseException:
+            answer.cancel()
+            raise
+        return answer
+
+    async def _process_msg(self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: bytes) -> None:
+        """The stock client queues an answer and wakes a task that hands it to whoever waits; here it is handed on at once."""
+        prefix: Any = self._resp_sub_prefix
+        answer = self._resp_map.get(subject[len(prefix) :].decode()) if prefix and subject.startswith(prefix) else None
+        if answer is None:
+            await super()._process_msg(sid, subject, reply, data, headers)
+            return
+        msg = self._build_message(sid, subject, reply, data, await self._process_headers(headers))
+        if not answer.done():
+            answer.set_result(msg)
 
     async def take(self, on: str, callback: Callable[[Msg], Awaitable[None]], queue: str = "") -> Any:
         """Subscribe without limits: with the stock ones a slow reader loses messages silently (134 of 200)."""

@@ -1,10 +1,10 @@
 """The headers every message carries: idempotency, trace context, CloudEvents attributes, schema version."""
 
-import uuid
+import os
 from collections.abc import Mapping
 from typing import Any
 
-from opentelemetry.propagate import inject
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from nexus_bus.bus.codec import CONTENT_TYPES
 from nexus_bus.clock import now
@@ -17,8 +17,12 @@ REPLY_TO = "Nexus-Reply-To"
 BLOB = "Nexus-Blob"  # the payload is a BlobRef; the message itself lies in the object store
 ERROR_CODE = "Nexus-Error-Code"  # of a reply whose payload is the text of an error
 PROBE = "Nexus-Probe"  # of a request that wants no answer but to know that somebody is there
+STATUS = "Status"  # of an answer that comes from the server itself
+NOBODY = "503"  # nobody listens there
 EXPECTED_REVISION = "Nats-Expected-Last-Subject-Sequence"
 ROLLUP = "Nats-Rollup"
+
+TRACE = TraceContextTextMapPropagator()
 
 
 def build(row: SubjectEntry, source: str, msg_id: str = "", extra: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -29,7 +33,7 @@ def build(row: SubjectEntry, source: str, msg_id: str = "", extra: Mapping[str, 
         "ce-specversion": "1.0",
         "ce-type": row.type,
         "ce-source": f"/nexus/{source}",
-        "ce-id": msg_id or uuid.uuid4().hex,
+        "ce-id": msg_id or os.urandom(16).hex(),
         "ce-time": now(),
     }
     if msg_id:
@@ -37,7 +41,7 @@ def build(row: SubjectEntry, source: str, msg_id: str = "", extra: Mapping[str, 
     if extra:
         headers |= extra
     if "traceparent" not in headers:
-        inject(headers)
+        TRACE.inject(headers)
     return headers
 
 

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from nats.errors import Error as NatsError
 from nats.errors import MaxPayloadError, NoRespondersError
 from opentelemetry import context as otel
-from opentelemetry.propagate import extract
 
 from nexus_bus import faults
 from nexus_bus.bus import headers as wire
@@ -48,16 +47,16 @@ async def request(
     try:
         async with asyncio.timeout(timeout):
             await bus.up.wait()
-            asking = bus.client.request(on, encode(row, message), timeout=timeout, headers=given)
-            msg = await (while_served(bus, asking, watch) if watch else asking)
-    except NoRespondersError:
-        raise Unavailable(f"{on}: nobody serves it right now") from None
+            answer = await bus.client.ask(on, encode(row, message), given)
+            msg = await (while_served(bus, answer, watch) if watch else answer)
     except MaxPayloadError as error:
         raise Refused(f"{on}: larger than the server takes in one message") from error
     except (NatsError, TimeoutError) as error:
         if bus.denied and not bus.up.is_set():
             raise Denied(bus.denied) from error
         raise Unavailable(f"{on}: no answer within {timeout:g} s") from error
+    if wire.get(msg, wire.STATUS) == wire.NOBODY:
+        raise Unavailable(f"{on}: nobody serves it right now")
     code = wire.get(msg, wire.ERROR_CODE)
     if code:
         raise from_code(code, msg.data.decode(errors="replace"))
@@ -152,11 +151,8 @@ class Service:
 
     async def _one(self, msg: Any) -> None:
         carrier: dict[str, str] = msg.headers or {}
-        token = otel.attach(extract(carrier))
-        try:
-            body, headers = await self._answer(msg)
-        finally:
-            otel.detach(token)
+        otel.attach(wire.TRACE.extract(carrier))  # until the end of this task
+        body, headers = await self._answer(msg)
         if not msg.reply:
             return  # nobody waits for it
         try:

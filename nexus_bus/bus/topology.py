@@ -265,6 +265,16 @@ async def ensure_job(bus: "Bus", tenant: str, job: str) -> None:
     await ensure_durable(bus, training_durable(tenant, job))
 
 
+async def reclaim_job(bus: "Bus", tenant: str, job: str) -> None:
+    """Have everything that a job's last trainer held delivered again at once, not after its ack_wait.
+
+    Only for who has fenced that one off: should it still live, what it acknowledges is committed, and counts all the same.
+    """
+    durable = training_durable(tenant, job)
+    await bus.ask(f"$JS.API.CONSUMER.DELETE.{durable.stream}.{durable.name}")
+    await ensure_durable(bus, durable)
+
+
 async def remove_job(bus: "Bus", tenant: str, job: str) -> None:
     """Take a job's consumer away, and what is still queued for it."""
     for name in ("train.record", "train.batch"):

@@ -1,4 +1,4 @@
-"""`nexus data`: look at datasets, check, convert and record them. All on this machine; no server is asked."""
+"""`nexus data`: look at datasets, check, convert and record them, on this machine. A server is asked only for a policy."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -7,7 +7,8 @@ from typing import Any
 
 import click
 
-from nexus_bus.cli.options import console, json_option, pairs, print_json
+from nexus_bus.cli.datasets import COMMANDS
+from nexus_bus.cli.options import CONNECT_S, bus_options, console, json_option, pairs, print_json
 from nexus_bus.errors import NotFound, Refused
 
 Tell = Callable[[int, int], None]
@@ -22,6 +23,10 @@ def data_command() -> None:
         import pyarrow  # noqa: F401
     except ModuleNotFoundError as error:
         raise NotFound("pyarrow is not installed here: pip install 'nexus-bus[data]'") from error
+
+
+for _command in COMMANDS:  # what a service is asked for
+    data_command.add_command(_command)
 
 
 @data_command.command("inspect")
@@ -118,43 +123,78 @@ def data_convert(
 
 
 @data_command.command("record")
-@click.argument("environment")
+@click.argument("environment", nargs=-1, metavar="[ENVIRONMENT]")
 @click.argument("target", type=DIRECTORY)
+@click.option("--env", "given", metavar="ENVIRONMENT", help="The same as the argument.")
 @click.option("--task", required=True, help="A task of that environment; `nexus catalog` lists them.")
-@click.option("--episodes", type=click.IntRange(1), default=50, show_default=True, help="Successful episodes to keep.")
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="The same seed records the same bytes.")
+@click.option("--policy", metavar="JOB@N", help="Let this version of the service play; default: the scripted expert, here.")
+@click.option("--episodes", type=click.IntRange(1), default=50, show_default=True, help="Episodes to keep.")
+@click.option("--keep", type=click.Choice(["successes", "all"]), default="successes", show_default=True, help="Which.")
+@click.option("--seed", type=click.IntRange(0, 2**53), default=0, show_default=True,
+              help="The same seed records the same bytes, where the simulator repeats itself.")  # fmt: skip
 @click.option("--noise", type=click.FloatRange(0, 1), default=0.0, show_default=True,
-              help="Standard deviation added to what is executed, not to what is recorded.")  # fmt: skip
+              help="Of the expert: standard deviation added to what is executed, not to what is recorded.")  # fmt: skip
+@click.option("--execute", type=click.IntRange(1), show_default="all",
+              help="Of a policy: actions of a chunk that are executed before it is asked again.")  # fmt: skip
+@click.option("--sample", is_flag=True, help="Of a policy: draw actions instead of taking the likeliest.")
 @click.option("--option", "-o", "options", multiple=True, metavar="KEY=VALUE", help="An option of the environment.")
 @click.option("--pictures", type=click.Choice(["image", "video"]), default="image", show_default=True,
               help="image: exact; video: small.")  # fmt: skip
+@click.option("--fps", type=click.IntRange(1, 1000), show_default="the environment's, 10 of your own",
+              help="Frames a second.")  # fmt: skip
 @replace_option
+@bus_options
 @json_option
 def data_record(  # noqa: PLR0913 - an option each
-    *, environment: str, target: Path, task: str, episodes: int, seed: int, noise: float, options: tuple[str, ...],
-    pictures: str, replace: bool, as_json: bool,
+    *, environment: tuple[str, ...], target: Path, given: str | None, task: str, policy: str | None, episodes: int, keep: Any,
+    seed: int, noise: float, execute: int | None, sample: bool, options: tuple[str, ...], pictures: str, fps: int | None,
+    replace: bool, url: str, tenant: str, as_json: bool,
 ) -> None:  # fmt: skip
-    """Record the scripted expert of ENVIRONMENT into a LeRobot v3.0 dataset at TARGET."""
+    """Record episodes of ENVIRONMENT into a LeRobot v3.0 dataset at TARGET.
+
+    The scripted expert plays on this machine, and no server is asked. A policy plays in a session of the service, which may be
+    a simulator or robot of your own (`own`, `own-NAME`); the dataset is written here.
+    """
     import yaml
 
-    from nexus_bus.data.record import record_expert
     from schemas.job import EnvironmentSpec, ExpertSpec
 
+    named = (*environment, *filter(None, [given]))
+    if len(named) != 1:
+        raise click.UsageError(f"name one environment, by ENVIRONMENT or --env; {len(named)} are named")
+    for flag, value, wanted in (("--noise", noise, not policy), ("--execute", execute, policy), ("--sample", sample, policy)):
+        if value and not wanted:
+            whose = "the expert; leave it or --policy out" if policy else "a policy; name one by --policy"
+            raise click.UsageError(f"{flag} is of {whose}")
     _free(target, replace)
     values = {key: yaml.safe_load(value) for key, value in pairs(options, "--option").items()}
-    spec = EnvironmentSpec(id=environment, task=task, options=values)
+    spec = EnvironmentSpec(id=named[0], task=task, options=values, execute=execute)
     with _progress("recording") as tell:
-        info = record_expert(
-            spec,
-            ExpertSpec(episodes=episodes, seed=seed, noise=noise),
-            target,
-            progress=lambda kept, _: tell(kept, episodes),
-            pictures=pictures,
-        )
+        how: dict[str, Any] = {
+            "keep": keep, "pictures": pictures, "fps": fps, "progress": lambda kept, _: tell(kept, episodes)
+        }  # fmt: skip
+        if policy is not None:
+            info = _record_policy(url, tenant, policy, spec, target, episodes=episodes, seed=seed, greedy=not sample, **how)
+        else:
+            from nexus_bus.data.record import record_expert
+
+            info = record_expert(spec, ExpertSpec(episodes=episodes, seed=seed, noise=noise), target, **how)
     if as_json:
         print_json(info)
     else:
-        click.echo(f"{target}: {info.episodes} episodes, {info.frames} frames, {info.success:.0%} of {info.attempts} tries")
+        click.echo(
+            f"{target}: {info.episodes} episodes, {info.frames} frames, {info.success:.0%} of {info.attempts} tries succeeded"
+        )
+
+
+def _record_policy(url: str, tenant: str, *what: Any, **how: Any) -> Any:
+    from nexus_bus import logs
+    from nexus_bus.client.recording import record_policy
+    from nexus_bus.client.sync import Client
+
+    logs.start("cli", "nexus", "error")
+    with Client(url, tenant, timeout=CONNECT_S) as client:
+        return record_policy(client, *what, tell=lambda text: click.echo(text, err=True), **how)
 
 
 def _free(target: Path, replace: bool) -> None:

@@ -1,4 +1,4 @@
-"""What a tenant imports: submit jobs, follow them, fetch policies. Needs no torch.
+"""What a tenant imports: submit jobs, follow them, fetch policies, step environments. Needs no torch.
 
     async with await Client.connect(tenant="acme") as client:
         submission = await client.submit("pick.toml")
@@ -10,5 +10,6 @@ The same without async: `nexus_bus.client.sync.Client`.
 
 from nexus_bus.client.client import Client, Submission
 from nexus_bus.client.policies import Imported
+from nexus_bus.client.sessions import Session, chunk, observed
 
-__all__ = ["Client", "Imported", "Submission"]
+__all__ = ["Client", "Imported", "Session", "Submission", "chunk", "observed"]

@@ -9,7 +9,9 @@ from typing import Any
 import msgspec
 
 from nexus_bus.client.calls import ANSWER_S, token
+from nexus_bus.client.datasets import DatasetCalls
 from nexus_bus.client.policies import PolicyCalls
+from nexus_bus.client.sessions import SessionCalls
 from nexus_bus.documents import job_spec
 from nexus_bus.errors import BadJob, NotFound
 from nexus_bus.evaluation.protocol import differences
@@ -42,7 +44,7 @@ class Submission:
     message: str  # what the master said
 
 
-class Client(PolicyCalls):
+class Client(PolicyCalls, SessionCalls, DatasetCalls):
     """Everything a tenant does, on one connection: requests to the gateway, and nothing else."""
 
     async def submit(

@@ -106,12 +106,12 @@ class Root:
             raise Conflict(f"dataset {self.name}: was recorded anew while it was read; open it again")
         return self.inside(name)
 
-    def _found(self) -> tuple[int, int]:
+    def _found(self) -> tuple[int, ...]:
         try:
             stat = self.path.stat()
         except OSError:
-            return (0, 0)
-        return (stat.st_dev, stat.st_ino)
+            return ()
+        return (stat.st_dev, stat.st_ino, stat.st_mtime_ns)  # a number that was free is given again
 
     def json(self, name: str) -> dict[str, Any]:
         """A metadata file, which must hold an object. Raises BadMessage."""

@@ -1,26 +1,35 @@
-"""Record a dataset from an environment's scripted expert: the start of an SFT job without data of its own.
+"""Record a dataset of episodes as they are played: by an environment's scripted expert, or by whoever plays them.
 
-A frame is what was seen before an action, and the action the expert wanted there; with noise another one was executed, so
-that the data also shows the way back. Only successful episodes are kept. The same spec and seed give the same bytes.
+A frame is what was seen before an action, and the action that was wanted there; with noise another one was executed, so that
+the data also shows the way back. The same spec and seed of an expert give the same bytes.
 
 `python -m nexus_bus.data.record DOCUMENT` is how workers/environment.py runs it, in a process that may crash.
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
 
 from nexus_bus.clock import derive_seed
-from nexus_bus.data.writer import DatasetInfo, DatasetWriter, Feature
-from nexus_bus.envs.catalog import ENVIRONMENTS, EnvDescription, describe
+from nexus_bus.data.writer import DatasetInfo, DatasetWriter, Feature, Pictures
+from nexus_bus.envs.catalog import ENVIRONMENTS, describe
+from nexus_bus.envs.entry import EnvironmentEntry
+from nexus_bus.envs.offered import is_own
 from nexus_bus.envs.session import Session
+from nexus_bus.envs.simulator import Observed
 from nexus_bus.errors import ContractError, NotFound
 from schemas.job import EnvironmentSpec, ExpertSpec
+from schemas.policy import ActionSpec, ObservationSpec
 
 PATIENCE = 4  # attempts per wanted episode before the recording gives up
+IMAGES = "observation.images."
+
+Keep = Literal["successes", "all"]
+Progress = Callable[[int, int], None]
 
 
 class Order(msgspec.Struct, frozen=True):
@@ -31,73 +40,132 @@ class Order(msgspec.Struct, frozen=True):
     root: str
 
 
-def features_of(description: EnvDescription, pictures: str = "image") -> dict[str, Feature]:
-    """The columns of a dataset of this environment; `pictures` is "image" (exact) or "video" (small)."""
+class Take:
+    """An episode while it is recorded: a row for every action. `task` is the sentence that it began with."""
+
+    def __init__(self, cameras: Iterable[str]) -> None:
+        self.task = ""
+        self.success = False  # at any step
+        self._columns: dict[str, list[Any]] = {key: [] for key in ("observation.state", "action", "next.success")}
+        self._columns |= {f"{IMAGES}{camera}": [] for camera in cameras}
+
+    def add(self, seen: Observed, action: np.ndarray, success: bool) -> None:
+        """What was seen, the action `[D]` that was wanted there, and whether the task was solved after it."""
+        self.task = self.task or seen.instruction
+        self.success = self.success or success
+        self._columns["observation.state"].append(seen.state)
+        self._columns["action"].append(action)
+        self._columns["next.success"].append(success)
+        for camera, picture in seen.images.items():
+            self._columns[f"{IMAGES}{camera}"].append(picture)
+
+    def frames(self) -> dict[str, Pictures]:
+        """As a writer takes them: pictures one by one, numbers `[N, …]`."""
+        return {key: rows if key.startswith(IMAGES) else np.stack(rows) for key, rows in self._columns.items()}
+
+
+def features_of(action: ActionSpec, observation: ObservationSpec, pictures: str = "image") -> dict[str, Feature]:
+    """The columns of a dataset of an environment; `pictures` is "image" (exact) or "video" (small)."""
     features: dict[str, Feature] = {
-        "observation.state": {"dtype": "float32", "shape": [description.observation.state_size], "names": None},
-        "action": {"dtype": "float32", "shape": [description.action.size], "names": None},
+        "observation.state": {"dtype": "float32", "shape": [observation.state_size], "names": None},
+        "action": {"dtype": "float32", "shape": [action.size], "names": None},
         "next.success": {"dtype": "bool", "shape": [1], "names": None},
     }
-    for camera, shape in description.observation.cameras.items():
+    for camera, shape in observation.cameras.items():
         names = ["height", "width", "channels"]
-        features[f"observation.images.{camera}"] = {"dtype": pictures, "shape": list(shape), "names": names}
+        features[f"{IMAGES}{camera}"] = {"dtype": pictures, "shape": list(shape), "names": names}
     return features
+
+
+def fps_of(environment: str) -> int:
+    """Frames a second that a dataset of an environment says it has, if nobody says otherwise."""
+    known = ENVIRONMENTS.get(environment)
+    return known.fps if known is not None else EnvironmentEntry.fps
+
+
+def record(
+    play: Callable[[int], Take],
+    writer: DatasetWriter,
+    *,
+    who: str,
+    episodes: int,
+    keep: Keep = "successes",
+    progress: Progress | None = None,
+) -> DatasetInfo:
+    """Keep episodes until there are enough; `progress(episodes, attempts)` is called after each attempt.
+
+    Args:
+        play: plays the attempt of this number.
+        who: begins the error.
+
+    Raises:
+        ContractError: it succeeds too rarely.
+    """
+    attempts = kept = successes = 0
+    with writer:
+        while kept < episodes:
+            if attempts >= PATIENCE * episodes + 16:
+                raise ContractError(f"{who}: {successes} successes in {attempts} tries")
+            take = play(attempts)
+            attempts += 1
+            successes += take.success
+            if take.success or keep == "all":
+                writer.add_episode(take.frames(), take.task)
+                kept += 1
+            if progress is not None:
+                progress(kept, attempts)
+        info = writer.finalize()
+    return msgspec.structs.replace(info, attempts=attempts, success=successes / attempts)
 
 
 def record_expert(
     spec: EnvironmentSpec,
     expert: ExpertSpec,
     root: Path | str,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
     pictures: str = "image",
+    *,
+    keep: Keep = "successes",
+    fps: int | None = None,
 ) -> DatasetInfo:
-    """Record `expert.episodes` successful episodes; `progress(episodes, attempts)` is called after each attempt.
+    """Record `expert.episodes` episodes of the scripted expert; see `record`.
+
+    Args:
+        keep: all episodes, or successful ones alone.
+        fps: default the environment's.
 
     Raises:
         NotFound: the environment has no expert.
         ContractError: the expert (with this noise) succeeds too rarely; nothing is left behind.
     """
-    if not describe(spec).expert:
-        raise NotFound(f"environment {spec.id} has no scripted expert; give a dataset instead")
+    if is_own(spec.id) or not describe(spec).expert:
+        raise NotFound(f"environment {spec.id} has no scripted expert; give a dataset instead, or let a policy play")
     session = Session(spec)
-    fps = ENVIRONMENTS[spec.id].fps
-    attempts = kept = 0
+    known = session.description
     try:
-        with DatasetWriter(root, fps, features_of(session.description, pictures), spec.id) as writer:
-            while kept < expert.episodes:
-                if attempts >= PATIENCE * expert.episodes + 16:
-                    raise ContractError(
-                        f"expert of {spec.id}/{spec.task}: {kept} successes in {attempts} tries, noise {expert.noise}"
-                    )
-                frames, task, success = _episode(session, expert, attempts)
-                attempts += 1
-                if success:
-                    writer.add_episode(frames, task)
-                    kept += 1
-                if progress is not None:
-                    progress(kept, attempts)
-            info = writer.finalize()
+        return record(
+            lambda attempt: _demonstration(session, expert, attempt),
+            DatasetWriter(root, fps or fps_of(spec.id), features_of(known.action, known.observation, pictures), spec.id),
+            who=f"expert of {spec.id}/{spec.task} with noise {expert.noise:g}",
+            episodes=expert.episodes,
+            keep=keep,
+            progress=progress,
+        )
     finally:
         session.close()
-    return msgspec.structs.replace(info, attempts=attempts, success=kept / attempts)
 
 
-def _episode(session: Session, expert: ExpertSpec, attempt: int) -> tuple[dict[str, np.ndarray], str, bool]:
+def _demonstration(session: Session, expert: ExpertSpec, attempt: int) -> Take:
     rng = np.random.Generator(np.random.PCG64(derive_seed(expert.seed, "noise", attempt)))
     observed = session.reset(expert.seed, attempt)
-    columns: dict[str, list[object]] = {key: [] for key in features_of(session.description)}
-    task = observed.instruction
+    take = Take(session.description.observation.cameras)
     while session.end == "running":
         action = session.expert()
         executed = action + rng.normal(0.0, expert.noise, action.shape) if expert.noise else action
-        columns["observation.state"].append(observed.state)
-        for camera, picture in observed.images.items():
-            columns[f"observation.images.{camera}"].append(picture)
-        columns["action"].append(action)
         done = session.step(executed[None])
-        columns["next.success"].append(done.successes[-1])
+        take.add(observed, action, done.successes[-1])
         observed = done.observed
-    return {key: np.stack(values) for key, values in columns.items()}, task, session.end == "success"  # type: ignore[arg-type]
+    return take
 
 
 def main() -> None:

@@ -34,7 +34,7 @@ Pictures = np.ndarray | Sequence[np.ndarray]  # `[n, H, W, 3]` uint8, or one by 
 
 
 class DatasetInfo(msgspec.Struct, frozen=True):
-    """What was written. `attempts` counts the expert's tries, `success` is episodes over attempts."""
+    """What was written. `attempts` counts what was played for it, `success` is the share of those that succeeded."""
 
     episodes: int
     frames: int

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from nexus_bus.envs.benchmarks import calvin_sentence
-from nexus_bus.envs.simulator import Moment, Observed
+from nexus_bus.envs.simulator import Moment, Observed, Simulator
 from nexus_bus.errors import NotFound
 from schemas.job import EnvironmentSpec, Scalar
 
@@ -33,8 +33,8 @@ def checkout() -> Path:
     return root
 
 
-class Calvin:
-    """One task; see the catalogue for its options."""
+class Calvin(Simulator):
+    """One task; see the catalogue for its options. It cannot save: CALVIN's own way is a pickle."""
 
     def __init__(self, spec: EnvironmentSpec, options: dict[str, Scalar]) -> None:
         root = checkout()
@@ -77,19 +77,6 @@ class Calvin:
         pictures, _ = self._draw()
         shown = {name: np.ascontiguousarray(pictures[key], np.uint8) for name, key in CAMERAS.items()}
         return Observed(shown, np.asarray(self._seen["robot_obs"][:7], np.float32), calvin_sentence(self._task))
-
-    def expert(self) -> np.ndarray:
-        """See Simulator."""
-        raise NotFound("CALVIN ships no expert; import its demonstrations")
-
-    def save(self) -> bytes:
-        """See Simulator: its own way is a pickle."""
-        raise NotFound("this simulator cannot save an episode; play it again from its seed")
-
-    def restore(self, state: bytes) -> None:
-        """See Simulator."""
-        del state
-        raise NotFound("this simulator cannot restore an episode; play it again from its seed")
 
     def close(self) -> None:
         """See Simulator."""

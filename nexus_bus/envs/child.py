@@ -17,6 +17,7 @@ from typing import cast
 
 import msgspec
 
+from nexus_bus import memory
 from nexus_bus.envs.catalog import ENVIRONMENTS, EnvDescription, describe
 from nexus_bus.envs.session import Session
 from nexus_bus.envs.stepped import Stepped, restart
@@ -151,6 +152,7 @@ def main() -> None:
     """The child: `python -m nexus_bus.envs.child FD PARENT [MODULE:CALLABLE]`."""
     descriptor, parent, *own = sys.argv[1:]
     _die_with(int(parent))
+    memory.keep()
     faulthandler.enable()  # a crash in native code says where, and the parent repeats the last line
     channel = socket.socket(fileno=int(descriptor))
     channel.set_inheritable(False)  # a process that a simulator starts must not keep it open

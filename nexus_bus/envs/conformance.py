@@ -108,12 +108,12 @@ def _apart(session: Session) -> list[str]:
             found.append("another session gave another episode for the same seed")
         session.reset(12)
         other.reset(13)
-        for action in _actions(session)[: _STEPS // 2]:
+        for action in _actions(session)[: _STEPS // 4]:
             together += [session.step(action[None])] if session.end == "running" else []
             _ = other.step(action[None]) if other.end == "running" else None
     finally:
         other.close()
-    together += [session.step(action[None]) for action in _actions(session)[_STEPS // 2 :] if session.end == "running"]
+    together += [session.step(action[None]) for action in _actions(session)[_STEPS // 4 :] if session.end == "running"]
     if not all(map(_alike, history, together)):
         found.append("a session that was played and closed beside it changed its episode")
     left = _children() - before

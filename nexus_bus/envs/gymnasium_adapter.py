@@ -14,7 +14,7 @@ import numpy as np
 from PIL import Image as Pillow
 
 from nexus_bus.envs.rendering import own_context
-from nexus_bus.envs.simulator import Moment, Observed
+from nexus_bus.envs.simulator import Moment, Observed, Simulator
 from nexus_bus.errors import BadJob, NotFound
 from schemas.job import EnvironmentSpec, Scalar
 from schemas.policy import ActionSpec, ObservationSpec
@@ -23,8 +23,8 @@ CAMERA = "render"
 _STATE_KEYS = ("agent_pos", "observation", "state", "robot_state", "environment_state")
 
 
-class GymnasiumSimulator:
-    """One environment made by `gymnasium.make`; see the catalogue for its options."""
+class GymnasiumSimulator(Simulator):
+    """One environment made by `gymnasium.make`; see the catalogue for its options. Gymnasium has no way to save an episode."""
 
     def __init__(self, spec: EnvironmentSpec, options: dict[str, Scalar]) -> None:
         self._size = int(options["image_size"])
@@ -48,19 +48,6 @@ class GymnasiumSimulator:
     def observe(self) -> Observed:
         """See Simulator."""
         return Observed(self._pictures(), self._state(), self._sentence())
-
-    def expert(self) -> np.ndarray:
-        """See Simulator."""
-        raise NotFound("this environment has no scripted expert")
-
-    def save(self) -> bytes:
-        """See Simulator: Gymnasium has no way to save an episode."""
-        raise NotFound("this simulator cannot save an episode; play it again from its seed")
-
-    def restore(self, state: bytes) -> None:
-        """See Simulator."""
-        del state
-        raise NotFound("this simulator cannot restore an episode; play it again from its seed")
 
     def close(self) -> None:
         """See Simulator."""

@@ -99,10 +99,12 @@ class Libero:
 
     def close(self) -> None:
         """See Simulator."""
-        if self._env is not None:
-            self._current()
-            self._env.close()
+        env = self._env
+        if env is not None:
+            if env.sim is not None:  # it is not there after a reset that failed
+                self._current()
             self._env = None
+            env.close()
 
     def _pictures(self) -> dict[str, np.ndarray]:
         sim, drawing = self._env.sim, self._current()
@@ -112,7 +114,7 @@ class Libero:
         return {name: np.ascontiguousarray(picture[self._turn]) for name, picture in drawn.items()}
 
     def _current(self) -> Any:
-        """What robosuite draws with, in its GL context: it draws and frees in whichever is current, another session's perhaps."""
+        """What robosuite draws with, in its GL context: by itself it draws and frees in whichever is current, anybody's."""
         drawing = self._env.sim._render_context_offscreen  # noqa: SLF001 - no public way
         drawing.gl_ctx.make_current()
         return drawing

@@ -4,18 +4,24 @@ A job names such an environment by `own`, or `own-NAME` where the worker was sta
 """
 
 import math
-from collections.abc import Iterable
+import struct
+from collections.abc import Iterable, Iterator
 
 from nexus_bus.envs.entry import END, EnvironmentEntry, Option, Options, steps
 from nexus_bus.errors import BadMessage
-from schemas.environment import OwnOffer, OwnTask
+from schemas.base import Image
+from schemas.environment import Observation, OwnOffer, OwnTask, SessionCall, SessionReply
 from schemas.policy import ActionSpec, ObservationSpec
 
 ID = "own"
 LONGEST = 100_000  # steps of an episode
 NUMBERS = 256  # of an action
+FARTHEST = 1e9  # from 0 that a bound or a reward lies: its square is a float32
 STATE = 1024  # numbers of a state
 CAMERAS, SIDE = 8, 2048  # of an observation, and pixels of one
+PIXELS = 4 << 20  # of all cameras: a forward unfolds those of its whole group
+SENTENCE = 400  # characters of an instruction
+CALL_S = 3600.0  # that a simulator may say it worked on one call
 VARIES = "a tenant's own environment, a robot perhaps: whether it repeats itself was not checked"
 SUCCESS = "info['is_success'] or info['success']"
 START = "nexus worker environment --env MODULE:CALLABLE --creds FILE"
@@ -66,23 +72,86 @@ def entries(offers: Iterable[OwnOffer]) -> dict[str, EnvironmentEntry]:
 
 def check(offer: OwnOffer) -> None:
     """Refuse an offer that nothing could be trained for. Raises BadMessage, which begins with the field."""
+    for field, text in (("simulator", offer.simulator), ("success", offer.success)):
+        if not text.isprintable():
+            raise BadMessage(f"{field}: {text!r}; only what can be printed, in one line")
     for name, task in offer.tasks.items():
-        if wrong := _wrong(task):
+        if not name.isprintable():
+            raise BadMessage(f"tasks: {name!r}; a name is made of what can be printed")
+        if wrong := next(_wrong(task), ""):
             raise BadMessage(f"tasks.{name}.{wrong}")
 
 
-def _wrong(task: OwnTask) -> str:
+def _wrong(task: OwnTask) -> Iterator[str]:
     action, seen = task.action, task.observation
     low, high = action.low, action.high
     if action.size > NUMBERS or len(low) != action.size or len(high) != action.size:
-        return f"action: {action.size} numbers with {len(low)} and {len(high)} bounds; at most {NUMBERS}, each with both"
-    if not all(math.isfinite(one) and math.isfinite(other) and one < other for one, other in zip(low, high, strict=True)):
-        return f"action: bounds {low} to {high}; a policy needs finite ones, the lower below the upper"
+        yield f"action: {action.size} numbers with {len(low)} and {len(high)} bounds; at most {NUMBERS}, each with both"
+    if not all(-FARTHEST <= one < other <= FARTHEST for one, other in zip(low, high, strict=True)):
+        yield f"action: bounds {low} to {high}; a policy needs finite ones, the lower below the upper, within {FARTHEST:g}"
     if seen.state_size > STATE:
-        return f"observation.state_size: {seen.state_size}; at most {STATE}"
+        yield f"observation.state_size: {seen.state_size}; at most {STATE}"
     if not 1 <= len(seen.cameras) <= CAMERAS:
-        return f"observation.cameras: {len(seen.cameras)}; from 1 to {CAMERAS}"
+        yield f"observation.cameras: {len(seen.cameras)}; from 1 to {CAMERAS}"
     for camera, (height, width, _) in seen.cameras.items():
-        if max(height, width) > SIDE or len(camera) > 100:
-            return f"observation.cameras: {camera[:100]!r} of {height} x {width}; at most {SIDE} pixels a side"
+        if max(height, width) > SIDE or len(camera) > 100 or not camera.isprintable():
+            yield f"observation.cameras: {camera[:100]!r} of {height} x {width}; at most {SIDE} pixels a side"
+    if (pixels := sum(height * width for height, width, _ in seen.cameras.values())) > PIXELS:
+        yield f"observation.cameras: {pixels} pixels in all; at most {PIXELS}"
+
+
+def amiss(reply: SessionReply, call: SessionCall, seen: ObservationSpec) -> str:
+    """What is wrong with an answer of a tenant's worker, beginning with the field; empty if nothing is.
+
+    It goes on to rollout, inference and training, which others share: no sizes but those agreed upon, and finite numbers.
+
+    Args:
+        call: what was asked.
+        seen: what the policy takes.
+    """
+    return next(_amiss(reply, call, seen), "")
+
+
+def _amiss(reply: SessionReply, call: SessionCall, seen: ObservationSpec) -> Iterator[str]:
+    step = call.op == "step"
+    sent = call.actions.shape[0] if step and call.actions is not None and call.actions.shape else 0
+    done, ended = len(reply.rewards), reply.terminated or reply.truncated
+    if done > sent or len(reply.successes) != done:
+        yield f"rewards: {done}, and {len(reply.successes)} successes, for {sent} actions; expected as many, one for each done"
+    if not all(-FARTHEST <= one <= FARTHEST for one in reply.rewards):
+        yield f"rewards: {reply.rewards[:8]}; expected finite ones, within {FARTHEST:g}"
+    if not 0 <= reply.device_s <= CALL_S:
+        yield f"device_s: {reply.device_s}; expected from 0 to {CALL_S:g}"
+    if ended != (step and reply.end != "running"):
+        yield f"end: {reply.end} after a {call.op}, terminated {reply.terminated}, truncated {reply.truncated}"
+    if reply.image is not None and (wrong := _unlike(reply.image)):
+        yield f"image: {wrong}"
+    if reply.observation is not None:
+        yield from _unexpected(reply.observation, seen)
+    elif call.op in ("reset", "step", "restore"):
+        yield "observation: missing"
+
+
+def _unexpected(found: Observation, seen: ObservationSpec) -> Iterator[str]:
+    if found.images.keys() != seen.cameras.keys():
+        yield f"observation.images: {sorted(found.images)[:CAMERAS]}; expected {sorted(seen.cameras)}"
+    for camera, image in found.images.items():
+        if wrong := _unlike(image, seen.cameras[camera]):
+            yield f"observation.images.{camera}: {wrong}"
+    if len(found.instruction) > SENTENCE:
+        yield f"observation.instruction: {len(found.instruction)} characters; at most {SENTENCE}"
+    state, size = found.state, seen.state_size
+    if state.dtype != "float32" or state.shape != (size,) or len(state.data) != 4 * size:
+        yield f"observation.state: {state.dtype}{list(state.shape)} in {len(state.data)} bytes; expected float32[{size}]"
+    elif not all(map(math.isfinite, struct.unpack(f"<{size}f", state.data))):
+        yield "observation.state: a number that is not finite"
+
+
+def _unlike(image: Image, shape: tuple[int, int, int] | None = None) -> str:
+    """Whether it really is what its header says, whoever unfolds it finds out before a pixel is unfolded."""
+    height, width, channels = image.shape
+    if image.shape != (shape or image.shape) or channels != 3 or not 0 < height * width <= PIXELS:
+        return f"shape {list(image.shape)}; expected {list(shape) if shape else 'a colour picture'}"
+    if image.encoding == "raw" and len(image.data) != height * width * 3:
+        return f"{len(image.data)} bytes; raw, it takes {height * width * 3}"
     return ""

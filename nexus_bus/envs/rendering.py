@@ -1,13 +1,15 @@
 """Which software or hardware GL this machine can draw with. Asked before mujoco is imported, which reads MUJOCO_GL once."""
 
 import functools
+import importlib
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
+
+import numpy as np
 
 from nexus_bus.errors import Unavailable
 
@@ -64,24 +66,40 @@ def require() -> None:
 
 
 def own_context(env: Any) -> Any:
-    """The environment, whose Gymnasium renderer for MuJoCo from now on draws in a GL context of its own.
+    """The environment, whose Gymnasium renderer for MuJoCo from now on shows it alike in every session, and nothing of others.
 
-    As it is, it draws and frees in whichever context is current. Of two environments in one process that is the last one's
-    made: pictures of the other show its textures and meshes, and nothing at all once it is closed.
+    As it is, it draws and frees in whichever GL context is current. Of two environments in one process that is the last one's
+    made: pictures of the other show its textures and meshes, and nothing at all once it is closed. And where a free camera
+    looks depends on the moment that was drawn first; here it is the middle of the model as it was made.
     """
     renderer = getattr(getattr(env, "unwrapped", env), "mujoco_renderer", None)
-    if renderer is not None:
-        renderer.render, renderer.close = _in_context(renderer, renderer.render), _in_context(renderer, renderer.close)
+    if renderer is None:
+        return env
+    draw, free = renderer.render, renderer.close
+
+    def render(mode: str | None) -> Any:
+        first = renderer.viewer is None
+        viewer = renderer._get_viewer(mode)  # noqa: SLF001 - no public way
+        viewer.make_context_current()
+        if first and "lookat" not in (renderer.default_cam_config or {}):
+            viewer.cam.lookat[:] = _middle(renderer.model)
+        return draw(mode)
+
+    def close() -> None:
+        if renderer.viewer is not None:
+            renderer.viewer.make_context_current()
+        free()
+
+    renderer.render, renderer.close = render, close
     return env
 
 
-def _in_context(renderer: Any, call: Callable[..., Any]) -> Callable[..., Any]:
-    def inside(*given: Any, **named: Any) -> Any:
-        if renderer.viewer is not None:
-            renderer.viewer.make_context_current()
-        return call(*given, **named)
-
-    return inside
+def _middle(model: Any) -> Any:
+    """As Gymnasium has it: the median of the places of all geometries, `[3]`."""
+    mujoco: Any = importlib.import_module("mujoco")
+    made = mujoco.MjData(model)
+    mujoco.mj_forward(model, made)
+    return np.median(made.geom_xpos, axis=0)
 
 
 def vulkan() -> list[str]:

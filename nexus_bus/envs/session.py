@@ -4,6 +4,8 @@ The order is reset, then steps until the episode ends, then reset again. A polic
 not finite) is refused before the simulator sees it; a simulator's mistake is an `EnvironmentFault` and never a reward.
 """
 
+import math
+
 import msgspec
 import numpy as np
 
@@ -65,14 +67,14 @@ class Session:
             raise BadMessage(
                 "step: no episode is running; reset first" if self.end is None else f"step: over ({self.end}); reset first"
             )
-        chunk = np.clip(self._checked(actions), self._low, self._high)
+        chunk = self._checked(actions).clip(self._low, self._high)
         rewards: list[float] = []
         successes: list[bool] = []
         terminated = truncated = False
         with _faults("step"):
             for action in chunk:
                 moment = self._simulator.act(action)
-                if not np.isfinite(moment.reward):
+                if not math.isfinite(moment.reward):
                     raise EnvironmentFault(f"{self.spec.id}: reward {moment.reward} at step {self.steps + 1}")
                 self.steps += 1
                 rewards.append(float(moment.reward))
@@ -143,9 +145,9 @@ class Session:
             raise ContractError(f"actions: shape {list(actions.shape)}, expected [1..{MAX_HORIZON}, {size}] for {self.spec.id}")
         if actions.dtype.kind not in "fiu":
             raise ContractError(f"actions: dtype {actions.dtype}, expected float32")
-        bad = np.argwhere(~np.isfinite(actions))
-        if len(bad):
-            row, column = bad[0]
+        finite = np.isfinite(actions)
+        if not finite.all():
+            row, column = np.argwhere(~finite)[0]
             raise ContractError(f"actions[{row}, {column}]: {actions[row, column]} is not finite; nothing was executed")
         return actions.astype(np.float64)
 

@@ -1,13 +1,15 @@
 """What an adapter must provide so that a `Session` can hold it. One adapter per simulator, behind workers/environment.py.
 
 An adapter does the simulator's part and nothing else: limits, refusals, end reasons and reproducibility are the
-session's, so that they are the same for every simulator.
+session's, so that they are the same for every simulator. One that derives from `Simulator` leaves out what its own cannot do.
 """
 
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import numpy as np
+
+from nexus_bus.errors import NotFound
 
 
 @dataclass(frozen=True)
@@ -46,15 +48,16 @@ class Simulator(Protocol):
 
     def expert(self) -> np.ndarray:
         """The scripted expert's action here, `[D]`. Raises NotFound where there is none."""
-        ...
+        raise NotFound("this environment has no scripted expert; import demonstrations if there are any")
 
     def save(self) -> bytes:
         """The whole state of the episode. Raises NotFound where the simulator cannot."""
-        ...
+        raise NotFound("this simulator cannot save an episode; play it again from its seed and trial")
 
     def restore(self, state: bytes) -> None:
-        """Go back to a saved state, to the bit."""
-        ...
+        """Go back to a saved state, to the bit. Raises NotFound where the simulator cannot."""
+        del state
+        raise NotFound("this simulator cannot restore an episode; play it again from its seed and trial")
 
     def close(self) -> None:
         """Free models and GL contexts. Calling it twice does nothing."""

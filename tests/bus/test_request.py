@@ -82,6 +82,28 @@ async def test_handlers_run_side_by_side_and_no_answer_in_time_is_unavailable(bu
     await service.stop()
 
 
+async def test_who_gives_up_leaves_nothing_behind_and_the_late_answer_harms_nobody(bus: Bus) -> None:
+    gate, late = asyncio.Event(), asyncio.Event()
+
+    async def handler(order: ProcessOrder, _: Incoming) -> Ack:
+        if order.reason == "slow":
+            await gate.wait()
+            late.set()
+        return Ack(error=order.reason)
+
+    await bus.serve("host.order", handler, host="h1")
+    slow = ProcessOrder(worker="w", action="stop", reason="slow")
+    asked = asyncio.create_task(bus.request("host.order", slow, host="h1", watch="host.order.h1"))
+    await bus.request("host.order", ORDER, host="h1")  # by now the first one is there, too
+    asked.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asked
+    assert not bus.client._resp_map
+    gate.set()
+    await late.wait()
+    assert await bus.request("host.order", ORDER, host="h1") == Ack(error="test")
+
+
 async def test_a_queue_group_shares_and_a_handler_may_stop_its_own_service(bus: Bus, server: EmbeddedServer) -> None:
     other = await Bus.connect(server.url, name="other")
     served = {"test": 0, "other": 0}

@@ -4,10 +4,13 @@ from pathlib import Path
 
 from tests.isolation import (  # each puts its own on the list
     attacks_calls,  # noqa: F401
+    attacks_data,  # noqa: F401
+    attacks_environments,  # noqa: F401
     attacks_floods,  # noqa: F401
     attacks_headers,  # noqa: F401
     attacks_keys,  # noqa: F401
     attacks_listening,  # noqa: F401
+    attacks_robots,  # noqa: F401
     attacks_streams,  # noqa: F401
 )
 from tests.isolation.attack import ATTACKS, Attack
@@ -21,6 +24,7 @@ async def carry_out(siege: Siege, one: Attack, *, fenced: bool = True) -> str | 
     Args:
         fenced: with the issued key; otherwise with one of the same account that has no permissions to keep it in.
     """
+    await siege.tidy()
     async with attacker(siege.url, siege.creds(one.tenant, fenced=fenced), fenced) as intruder:
         said = await one.attempt(siege, intruder)
         return await siege.verdict(intruder, said)

@@ -3,6 +3,7 @@
 What belongs to somebody else must be answered like what does not exist: the answers are compared byte for byte.
 """
 
+import asyncio
 import hashlib
 import uuid
 from typing import Any
@@ -11,6 +12,7 @@ import msgspec
 
 from tests.isolation.attack import attack
 from tests.isolation.attacker import Answer, Attacker
+from tests.isolation.comparison import both, differ, ordered
 from tests.isolation.siege import (
     ABSENT,
     ABSENT_POLICY,
@@ -31,52 +33,17 @@ from tests.isolation.siege import (
 )
 
 NOWHERE = "0" * 64  # a hash of nothing
-EMPTY = (b'{"job":null}', b'{"policy":null}', b'{"state":null}', b"{}")
-
-
-def _differ(there: Answer, absent: Answer, *names: str) -> str | None:
-    """Evidence, if an answer says more than that there is nothing, or differs between what there is and what there is not."""
-    ours, theirs = there.without_ids(*names), absent.without_ids(*names)
-    if ours != theirs:
-        return f"tells them apart: {ours} and {theirs}"
-    content: Any = {} if there.error else there.content
-    found = [key for key, value in content.items() if value and key not in ("end", "next")]
-    return f"says {found}: {there.data[:200]!r}" if found else None
-
-
-async def _both(
-    intruder: Attacker, name: str, there: dict[str, Any], absent: dict[str, Any], *, packed: bool = False
-) -> str | None:
-    ask = intruder.pack if packed else intruder.call
-    names = (POLICY, ABSENT_POLICY, JOB, ABSENT, UPLOAD, ABSENT_UPLOAD)
-    return _differ(await ask(name, there), await ask(name, absent), *names)
-
-
-async def _ordered(intruder: Attacker, name: str, there: dict[str, Any], absent: dict[str, Any]) -> str | None:
-    """The same of orders: whatever the master says about them later must be equal too, and a refusal."""
-    await intruder.listen("event.>")
-    events = []
-    for content in (there, absent):
-        taken = await intruder.call(name, content)
-        assert not taken.error, taken
-        event = await intruder.outcome(taken)
-        for own in (JOB, ABSENT):
-            event = {key: value.replace(own, "<name>") if isinstance(value, str) else value for key, value in event.items()}
-        events.append({key: value for key, value in event.items() if key not in ("time", "submission")})
-    if events[0] != events[1]:
-        return f"tells them apart: {events}"
-    return None if events[0]["type"].endswith("refused") else f"accepted: {events[0]}"
 
 
 @attack("The state of the victim's job, by its name.")
 async def job_of_another(_siege: Siege, intruder: Attacker) -> str | None:
-    return await _both(intruder, "job.get", {"job": JOB}, {"job": ABSENT})
+    return await both(intruder, "job.get", {"job": JOB}, {"job": ABSENT})
 
 
 @attack("The victim's job cancelled, paused and resumed, by its name.")
 async def job_of_another_stopped(_siege: Siege, intruder: Attacker) -> str | None:
     for name in ("job.cancel", "job.pause", "job.resume"):
-        if evidence := await _both(intruder, name, {"job": JOB}, {"job": ABSENT}):
+        if evidence := await both(intruder, name, {"job": JOB}, {"job": ABSENT}):
             return evidence
     return None
 
@@ -101,7 +68,7 @@ async def job_from_a_version_of_another(_siege: Siege, intruder: Attacker) -> st
     for fields in ({"init": POLICY}, {"init": f"{JOB}@latest"}):
         there = spec("offspring", **fields)
         absent = spec("offspring", init=fields["init"].replace(JOB, ABSENT))
-        if evidence := await _ordered(intruder, "job.submit", there, absent):
+        if evidence := await ordered(intruder, "job.submit", there, absent):
             return evidence
     return None
 
@@ -130,14 +97,14 @@ async def versions_of_another(_siege: Siege, intruder: Attacker) -> str | None:
         ("policy.list", {"job": JOB}, {"job": ABSENT}),
     )
     for name, there, absent in pairs:
-        if evidence := await _both(intruder, name, there, absent):
+        if evidence := await both(intruder, name, there, absent):
             return evidence
     return None
 
 
 @attack("The victim's version pinned, so that it would never go.")
 async def version_of_another_pinned(_siege: Siege, intruder: Attacker) -> str | None:
-    return await _ordered(intruder, "policy.pin", {"policy": POLICY}, {"policy": ABSENT_POLICY})
+    return await ordered(intruder, "policy.pin", {"policy": POLICY}, {"policy": ABSENT_POLICY})
 
 
 @attack(
@@ -147,9 +114,9 @@ async def content_by_its_hash(siege: Siege, intruder: Attacker) -> str | None:
     for ref in siege.refs.values():
         for policy in (OWN_POLICY, POLICY):
             there, absent = {"policy": policy, "sha256": ref.sha256}, {"policy": policy, "sha256": NOWHERE}
-            if evidence := await _both(intruder, "policy.read", there, absent, packed=True):
+            if evidence := await both(intruder, "policy.read", there, absent, packed=True):
                 return evidence
-        if evidence := await _both(
+        if evidence := await both(
             intruder,
             "policy.read",
             {"policy": POLICY, "sha256": ref.sha256},
@@ -168,7 +135,7 @@ def _import(sha: str, size: int, upload: str, **fields: Any) -> dict[str, Any]:
 @attack("An import of the victim's weights by their hash alone.")
 async def import_by_a_hash_alone(siege: Siege, intruder: Attacker) -> str | None:
     ref = siege.refs["weights"]
-    return await _both(
+    return await both(
         intruder, "policy.import", _import(ref.sha256, ref.size, ABSENT_UPLOAD), _import(NOWHERE, ref.size, ABSENT_UPLOAD)
     )
 
@@ -177,24 +144,26 @@ async def import_by_a_hash_alone(siege: Siege, intruder: Attacker) -> str | None
 async def import_of_anothers_upload(_siege: Siege, intruder: Attacker) -> str | None:
     data = MARK.encode()
     sha = hashlib.sha256(data).hexdigest()
-    return await _both(intruder, "policy.import", _import(sha, len(data), UPLOAD), _import(sha, len(data), ABSENT_UPLOAD))
+    return await both(intruder, "policy.import", _import(sha, len(data), UPLOAD), _import(sha, len(data), ABSENT_UPLOAD))
 
 
 @attack("An import whose adapter is the victim's, beside weights of its own.")
 async def import_with_anothers_adapter(siege: Siege, intruder: Attacker) -> str | None:
     own, ref = b"my own weights", siege.refs["adapter"]
     digest = hashlib.sha256(own).hexdigest()
+
+    async def import_beside(beside: str | None, sha: str) -> Answer:
+        upload = uuid.uuid4().hex
+        assert not (await intruder.pack("policy.upload", {"upload": upload, "offset": 0, "data": own})).error
+        order = _import(digest, len(own), upload, adapter={"sha256": sha, "size": ref.size})
+        adapter = upload if beside == "the same" else beside
+        answer = await intruder.call("policy.import", order | ({"adapter": adapter} if adapter else {}))
+        return Answer(answer.data.replace(upload.encode(), b"<upload>"), answer.headers)
+
     for beside in (None, "the same", ABSENT_UPLOAD):
-        answers = []
-        for sha in (ref.sha256, NOWHERE):
-            upload = uuid.uuid4().hex  # the first of the two uses it up
-            assert not (await intruder.pack("policy.upload", {"upload": upload, "offset": 0, "data": own})).error
-            order = _import(digest, len(own), upload, adapter={"sha256": sha, "size": ref.size})
-            adapter = upload if beside == "the same" else beside
-            answer = await intruder.call("policy.import", order | ({"adapter": adapter} if adapter else {}))
-            answers.append(Answer(answer.data.replace(upload.encode(), b"<upload>"), answer.headers))
-            await siege.bus.drop("UPLOADS", f"upload.{INTRUDER}.*")
-        if evidence := _differ(*answers):
+        answers = await asyncio.gather(*(import_beside(beside, sha) for sha in (ref.sha256, NOWHERE)))
+        await siege.bus.drop("UPLOADS", f"upload.{INTRUDER}.*")
+        if evidence := differ(answers[0], answers[1]):
             return evidence
     return None
 
@@ -213,7 +182,7 @@ async def logs_of_another(siege: Siege, intruder: Attacker) -> str | None:
     for job in (JOB, ABSENT):  # what was refused to the intruder under these names is its own
         await siege.bus.drop("EVENTS", f"event.{INTRUDER}.{job}")
     for name in ("event.read", "usage.read", "audit.read"):
-        if name != "audit.read" and (evidence := await _both(intruder, name, {"job": JOB}, {"job": ABSENT})):
+        if name != "audit.read" and (evidence := await both(intruder, name, {"job": JOB}, {"job": ABSENT})):
             return evidence
         for job in ("*", ">", f"{VICTIM}.{JOB}", f"*.{JOB}", f"../{VICTIM}", "_", f"{JOB}\n", f"{JOB}.>"):
             answer = await intruder.call(name, {"job": job, "since": "1970-01-01T00:00:00Z"})
@@ -258,14 +227,14 @@ async def lists_of_a_namesake(_siege: Siege, intruder: Attacker) -> str | None:
         found = next((value for value in content.values() if isinstance(value, list)), [])
         if foreign := [one for one in found if one.get("tenant", one.get("plan", {}).get("tenant", NAMESAKE)) != NAMESAKE]:
             return f"{name}: {foreign[0]}"
-    return await _both(intruder, "job.get", {"job": JOB}, {"job": ABSENT})
+    return await both(intruder, "job.get", {"job": JOB}, {"job": ABSENT})
 
 
 @attack("The victim's version asked to act.")
 async def version_of_another_acts(siege: Siege, intruder: Attacker) -> str | None:
     seen = len(siege.asked)
     there = {"id": "1", "job": JOB, "policy": POLICY, "observation": observation()}
-    evidence = await _both(intruder, "infer.request", there, there | {"job": ABSENT, "policy": ABSENT_POLICY}, packed=True)
+    evidence = await both(intruder, "infer.request", there, there | {"job": ABSENT, "policy": ABSENT_POLICY}, packed=True)
     return evidence or (f"it reached the queue: {siege.asked[seen:]}" if siege.asked[seen:] else None)
 
 

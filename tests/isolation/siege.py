@@ -12,6 +12,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
+from unittest import mock
 
 import msgspec
 import structlog
@@ -22,13 +23,15 @@ from nexus_bus.bus.authority import PROVIDER_FILE
 from nexus_bus.bus.jwt import Key, unix_now
 from nexus_bus.bus.topology import STREAMS
 from nexus_bus.clock import now
-from nexus_bus.config import GatewayConfig, MasterConfig
+from nexus_bus.config import EnvironmentConfig, GatewayConfig, MasterConfig
 from nexus_bus.envs.catalog import describe
 from nexus_bus.models.bases import describe_backbone
 from nexus_bus.models.contract import build_contract
 from nexus_bus.tenants import Issued, Tenants, tenants_of
 from nexus_bus.worker import Context, Pulse
 from schemas.base import BlobRef
+from schemas.environment import OwnOffer
+from schemas.evaluation import EvaluationEpisode, EvaluationFilm
 from schemas.events import Event
 from schemas.inference import InferenceReply
 from schemas.job import EnvironmentSpec, HeadSpec
@@ -37,6 +40,7 @@ from schemas.policy import PolicyContract, PolicyVersion, TrainingState
 from schemas.tenant import TenantLimits
 from schemas.usage import Audit, Usage
 from tests.isolation.attacker import Attacker, attacker
+from tests.isolation.environments import Robot, Theatre
 from workers.gateway import Gateway
 from workers.master import Master
 
@@ -46,6 +50,9 @@ JOB, OWN_JOB, POLICY, OWN_POLICY, ABSENT, ABSENT_POLICY = "walker", "minnow", "w
 UPLOAD, ABSENT_UPLOAD = "a1a1a1a1", "b2b2b2b2"
 CONNECTIONS, SUBSCRIPTIONS, PAYLOAD_BYTES = 6, 24, 64 << 10
 TENANT_CALLS = 64
+SESSIONS, SIMULATORS = 6, 12  # of a tenant, and of the environment worker
+FILM = "after-failure-0"
+OWN = {"id": "own-arm", "task": "door"}  # the victim's
 WORK = frozenset(stream.name for stream in STREAMS if stream.work)
 SCENE = EnvironmentSpec(id="tabletop", task="touch")
 
@@ -87,6 +94,14 @@ class Siege:
     stirred: int = 0  # events of the victim's that `stir` caused
     baseline: dict[str, Any] = field(default_factory=dict)
     open_request: asyncio.Task[Any] | None = None
+    robots: list[Robot] = field(default_factory=list)  # own environment workers of the victim
+    sessions: list[str] = field(default_factory=list)  # of the victim: in one of the provider's simulators, in its own
+    plays: int = 0  # asks that the victim itself caused
+
+    @property
+    def robot(self) -> Robot:
+        """The victim's own environment worker."""
+        return self.robots[0]
 
     def creds(self, tenant: str, *, fenced: bool = True) -> str:
         """The issued credentials; or, not fenced, a key without permissions of its own, as if a tenant could sign one."""
@@ -112,6 +127,15 @@ class Siege:
             answer = await self.victim.call("job.get", {"job": JOB})
         assert MARK.encode() in answer.data
 
+    async def played(self) -> None:
+        """The victim's sessions go on, and know what they knew. Raises TimeoutError otherwise."""
+        self.plays += 1
+        async with asyncio.timeout(15):
+            for session in self.sessions:
+                answer = await self.victim.pack("env.call", {"session": session, "call": {"op": "save"}})
+                assert not answer.error, answer
+                assert answer.content["state"] == MARK.encode(), answer
+
     async def stir(self) -> None:
         """The victim is busy: whoever listens could hear something."""
         await self.served()
@@ -136,7 +160,10 @@ class Siege:
         queued = {(name, on): count for name, found in pairs for on, count in found.items() if VICTIM in on.split(".")}
         queued["EVENTS", f"event.{VICTIM}.{JOB}"] -= self.stirred
         listed = json.loads((await self.bus.ask("$JS.API.STREAM.NAMES")).data)["streams"]
+        offers = await self.bus.kv("offers").entries(f"{VICTIM}.", OwnOffer)
         return {
+            "offers": {key: entry.value for key, entry in offers.items()},
+            "asks": len(self.robot.asks) - self.plays,
             "streams": sorted(listed),
             "configurations": {name: json.loads(info.data)["config"] for name, info in zip(names, infos, strict=True)},
             "consumers": {
@@ -160,6 +187,12 @@ class Siege:
         """What is there now is how it should be: the victim itself has done something."""
         self.baseline = await self.property()
 
+    async def tidy(self) -> None:
+        """The victim offers its environment, as every few seconds, and nobody else does."""
+        await self.robot.offer()
+        for tenant in (INTRUDER, NAMESAKE):
+            await self.bus.drop("KV_offers", f"$KV.offers.{tenant}.>")
+
     async def forget(self, tenant: str, job: str) -> None:
         """Take away a job of an intruder's that has ended, and what was said of it, as if it had never been."""
         kv, key = self.bus.kv("registry"), registry.job_key(tenant, job)
@@ -173,8 +206,11 @@ class Siege:
         """Evidence that an attack got something: its own, a word of the victim's, a change, or a victim that is not served."""
         try:
             await self.served()
+            await self.played()
         except TimeoutError:
             return "the victim is not answered any more"
+        except AssertionError as error:
+            return f"the victim's sessions are gone: {error}"
         if said is not None:
             return said
         for mark in self.marks:
@@ -192,6 +228,7 @@ async def besieged(url: str, authority: Path) -> AsyncIterator[Siege]:
     """Make everything on a running server whose operator's key lies in `authority`; about a second."""
     creds = authority / PROVIDER_FILE
     async with AsyncExitStack() as stack:
+        stack.enter_context(mock.patch("workers.gateway.REGISTERED_S", 0.3))  # nobody here asks for an import a second time
         tenants = await stack.enter_async_context(tenants_of(url, authority))
         bus, gate, head, hand = [
             await Bus.connect(url, name=name, creds=creds) for name in ("siege", "gateway-0", "master-0", "inference-0")
@@ -199,7 +236,9 @@ async def besieged(url: str, authority: Path) -> AsyncIterator[Siege]:
         for one in (bus, gate, head, hand):
             stack.push_async_callback(one.close)
         await ensure_topology(bus)
-        small = TenantLimits(connections=CONNECTIONS, subscriptions=SUBSCRIPTIONS, payload_bytes=PAYLOAD_BYTES)
+        small = TenantLimits(
+            connections=CONNECTIONS, subscriptions=SUBSCRIPTIONS, payload_bytes=PAYLOAD_BYTES, sessions=SESSIONS
+        )
         keys = {
             name: await tenants.add(name, limits) for name, limits in ((VICTIM, None), (INTRUDER, small), (NAMESAKE, small))
         }
@@ -219,6 +258,7 @@ async def besieged(url: str, authority: Path) -> AsyncIterator[Siege]:
         tasks = [asyncio.create_task(one) for one in serving]
         stack.push_async_callback(_ended, tasks, stop)
         await _furnish(siege)
+        await _stage(siege, stack)
         await siege.rebase()
         yield siege
         if siege.open_request is not None:
@@ -298,6 +338,34 @@ async def _furnish(siege: Siege) -> None:
     async with asyncio.timeout(10):
         while f"infer.request.{VICTIM}" not in await bus.queued("INFERENCE"):
             await asyncio.sleep(0.01)
+
+
+async def _stage(siege: Siege, stack: AsyncExitStack) -> None:
+    """Sessions of the victim's, and an episode and a film of an evaluation."""
+    bus, victim = siege.bus, siege.victim
+    theatre = Theatre(_context("environment", bus, EnvironmentConfig(sessions=SIMULATORS)))
+    await theatre.serving.allowances.load()
+    service = await bus.serve("env.open", theatre.open, queue="environment", tenant="*")
+    stack.push_async_callback(service.stop)
+    hand = await stack.enter_async_context(attacker(siege.url, siege.keys[VICTIM].creds, True))
+    siege.robots.append(Robot(hand.client, MARK.encode(), simulator=MARK))
+    await siege.robot.listen()
+    for environment in ({"id": SCENE.id, "task": SCENE.task}, OWN):
+        lease = await victim.call("env.open", {"environment": environment, "lease_s": 3600.0})
+        assert not lease.error, lease
+        siege.sessions.append(lease.content["session"])
+    kept = {"session": siege.sessions[0], "call": {"op": "restore", "state": MARK.encode()}}
+    assert not (await victim.pack("env.call", kept)).error
+    siege.plays = len(siege.robot.asks)
+    episode = EvaluationEpisode(
+        job=JOB, purpose="after", index=0, task="touch", trial=0, seed=1, policy=POLICY, success=False, end="time_limit",
+        episode_return=0.0, length=1, simulate_s=0.0, forward_s=0.0, wait_s=0.0, simulator=MARK, time=now(), film=FILM,
+    )  # fmt: skip
+    await bus.publish("eval.episode", episode, msg_id="victim/episode", tenant=VICTIM, job=JOB)
+    film = EvaluationFilm(
+        job=JOB, purpose="after", task="touch", trial=0, success=False, media_type="image/gif", data=MARK.encode()
+    )
+    await bus.publish("eval.film", film, msg_id="victim/film", tenant=VICTIM, job=JOB, film=FILM)
 
 
 async def _submitted(who: Attacker, document: dict[str, Any]) -> None:

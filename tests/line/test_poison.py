@@ -322,9 +322,11 @@ async def test_a_trainer_that_dies_between_commit_and_letter_loses_neither(
         raise Unavailable("killed before the letter")
 
     monkeypatch.setattr(Seat, "bury", dies)
-    running = await begun(Trainer(context(bus, "trainer")))
+    its = await Bus.connect(bus.url)
+    running = await begun(Trainer(context(its, "trainer")))
     with pytest.raises(Unavailable):
         await asyncio.wait_for(running, 20)
+    await its.client.close()  # as of a process that is gone
     monkeypatch.setattr(Seat, "bury", bury)
     assert await letters(bus) == []
     worker = Trainer(context(bus, "trainer"))

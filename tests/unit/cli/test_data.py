@@ -125,7 +125,7 @@ def test_record_needs_no_server(nexus: Run, tmp_path: Path) -> None:
     code, out, _ = nexus(*words)
     assert code == 0
     dataset = Dataset(tmp_path / "set")
-    assert out == f"{tmp_path / 'set'}: 2 episodes, {len(dataset)} frames, 100% of 2 tries\n"
+    assert out == f"{tmp_path / 'set'}: 2 episodes, {len(dataset)} frames, 100% of 2 tries succeeded\n"
     assert dataset.images(0)["grid"].shape == (32, 32, 3)
     assert nexus("check", tmp_path / "set")[0] == 0
     assert nexus(*words)[0] == 2
@@ -148,6 +148,50 @@ def test_what_cannot_be_recorded_is_refused(nexus: Run, tmp_path: Path, words: t
     assert code == 2
     assert text in err
     assert not (tmp_path / "set").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ((), "name one environment, by ENVIRONMENT or --env; 0 are named"),
+        (("minigrid", "--env", "tabletop"), "2 are named"),
+        (("minigrid", "tabletop"), "2 are named"),
+        (("minigrid", "--execute", 2), "--execute is of a policy; name one by --policy"),
+        (("minigrid", "--sample"), "--sample is of a policy; name one by --policy"),
+        (("minigrid", "--policy", "pick@0", "--noise", 0.1), "--noise is of the expert"),
+        (("minigrid", "--policy", "pick@0", "--keep", "some"), "'some' is not one of 'successes', 'all'"),
+        (("minigrid", "--policy", "pick@0", "--fps", 0), "Invalid value for '--fps'"),
+        (("own", "--noise", 0.1), "environment own has no scripted expert"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(nexus: Run, tmp_path: Path, words: tuple[object, ...], text: str) -> None:
+    *named, last = (*words, tmp_path / "set")
+    code, _, err = nexus("record", *named, last, "--task", "goto")
+    assert code == 2
+    assert text in err
+    assert not (tmp_path / "set").exists()
+
+
+def test_record_needs_a_server_for_a_policy(nexus: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nexus_bus.logs.start", lambda *_: None)  # logging is the process's, and other tests are in it
+    words = ("record", "--policy", "pick@0", "--env", "minigrid", "--task", "goto", "--url", "nats://127.0.0.1:1")
+    code, _, err = nexus(*words, tmp_path / "set")
+    assert code == 1
+    assert "no NATS server" in err
+    assert not (tmp_path / "set").exists()
+
+
+def test_an_expert_may_keep_its_failures_too(nexus: Run, tmp_path: Path) -> None:
+    words = ("record", "--env", "minigrid", "--task", "goto", "--episodes", 3, "-o", "image_size=32", "-o", "max_steps=1")
+    code, out, _ = nexus(*words, "--keep", "all", "--fps", 5, tmp_path / "set", "--json")
+    assert code == 0
+    info = json.loads(out)
+    assert (info["episodes"], info["frames"], info["attempts"]) == (3, 3, 3)
+    assert Dataset(tmp_path / "set").fps == 5
+    successes = np.concatenate([columns["next.success"] for _, columns in Dataset(tmp_path / "set").numbers(["next.success"])])
+    assert successes.mean() == pytest.approx(info["success"])
+    code, _, err = nexus(*words, tmp_path / "successes")
+    assert "successes in 28 tries" in err
 
 
 def test_help_loads_nothing_heavy() -> None:

@@ -45,7 +45,8 @@ class Table:
 
     def get_camera_obs(self) -> tuple[dict[str, Any], dict[str, Any]]:
         self.pictures += 1
-        return {"rgb_static": self.blocks, "rgb_gripper": self.blocks[:84, :84]}, {}
+        seen = self.blocks + np.uint8(100 * self.drawer)
+        return {"rgb_static": seen, "rgb_gripper": seen[:84, :84]}, {}
 
     def close(self) -> None:
         self.closed = True
@@ -58,7 +59,7 @@ class Oracle:
 
 @pytest.fixture
 def table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Table:
-    one = Table()
+    tables = [one := Table()]
     (tmp_path / "calvin_env" / "conf").mkdir(parents=True)
     monkeypatch.setenv("NEXUS_CALVIN", str(tmp_path))
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -75,7 +76,7 @@ def table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Table:
     def instantiate(config: object, **options: object) -> object:
         if config == "env":
             assert options["show_gui"] is False
-            return one
+            return tables.pop() if tables else Table()
         return Oracle()
 
     stand_in = SimpleNamespace(

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -128,6 +129,20 @@ def test_a_version_other_than_the_pinned_one_is_told(small_venv: Path) -> None:
     assert "pymunk 7.0.0" in describe(EnvironmentSpec(id="pusht", task="push")).simulator
 
 
+@pytest.mark.parametrize(
+    ("ending", "found"), [("exit 0", []), ("kill -SEGV $$", ["its process ends cleanly: ended by SIGSEGV"])]
+)
+def test_a_simulator_that_crashes_when_all_is_said_does_not_conform(small_venv: Path, ending: str, found: list[str]) -> None:
+    small_venv.write_text(f"#!/bin/sh\necho '[]'\n{ending}\n")
+    assert recipes.conformance("pusht", "pusht", "push") == found
+
+
+def test_a_check_that_does_not_come_to_its_end_says_so(small_venv: Path) -> None:
+    small_venv.write_text("#!/bin/sh\necho 'loading scene'\necho 'no display' >&2\nexit 3\n")
+    with pytest.raises(Unavailable, match="conformance of pusht push: ended with code 3: no display"):
+        recipes.conformance("pusht", "pusht", "push")
+
+
 @pytest.mark.parametrize("environment", [name for name in FIRST if name not in SLOW])
 def test_it_conforms(environment: str) -> None:
     usable(environment)
@@ -149,7 +164,7 @@ def test_it_conforms_slowly(environment: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("environment", ["pusht", "panda", "fetch"])
+@pytest.mark.parametrize("environment", ["pusht", "panda", "fetch", "aloha"])
 def test_two_hundred_resets_leave_nothing_behind(environment: str) -> None:
     usable(environment)
     found = recipes.conformance(ENVIRONMENTS[environment].venv, environment, FIRST[environment], '{"image_size":64}', 200)
@@ -169,3 +184,47 @@ async def test_an_episode_in_another_venv() -> None:
     assert (reply.truncated, reply.end, reply.steps) == (True, "time_limit", 20)
     assert (await host.describe(spec)).simulator == describe(spec).simulator
     await host.stop()
+
+
+async def look(host: SimulatorHost, session: int, spec: EnvironmentSpec, op: Literal["reset", "step"]) -> list[bytes]:
+    """The pictures after a reset, or after three actions around the middle."""
+    action = describe(spec).action
+    chunk = to_tensor(np.linspace(action.low, action.high, 9, dtype=np.float32)[[4, 5, 4]])
+    reply = await host.call(session, SessionCall(op=op, seed=3, actions=chunk if op == "step" else None), "raw")
+    assert reply.observation is not None
+    return [image.data for image in reply.observation.images.values()]
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("environment", "tasks"),
+    [
+        pytest.param("tabletop", ("touch", "push"), marks=pytest.mark.gl),
+        pytest.param("gymnasium", ("Pusher-v5", "Reacher-v5"), marks=pytest.mark.gl),
+        ("aloha", ("transfer-cube", "insertion")),
+        ("fetch", ("reach", "slide")),
+        ("panda", ("reach", "stack")),
+        pytest.param("libero-90", ("0", "89"), marks=pytest.mark.slow),  # a kitchen and a study
+        pytest.param("maniskill", ("pick-cube", "push-cube"), marks=pytest.mark.slow),
+    ],
+)
+async def test_sessions_of_two_tasks_in_one_process_show_what_they_do_alone(environment: str, tasks: tuple[str, ...]) -> None:
+    if ENVIRONMENTS[environment].venv:
+        usable(environment)
+    specs = [EnvironmentSpec(id=environment, task=task, options=SMALL) for task in tasks]
+    alone: list[list[list[bytes]]] = []
+    for spec in specs:
+        host = await SimulatorHost.start(environment=environment, call_timeout=300)
+        session = await host.open(spec)
+        alone.append([await look(host, session, spec, op) for op in ("reset", "step", "step")])
+        await host.stop()
+    host = await SimulatorHost.start(environment=environment, call_timeout=300)
+    one, other = [await host.open(spec) for spec in specs]
+    here, there = [await look(host, one, specs[0], "reset")], [await look(host, other, specs[1], "reset")]
+    here.append(await look(host, one, specs[0], "step"))  # the other was drawn last
+    there.append(await look(host, other, specs[1], "step"))
+    await host.close(other)
+    here.append(await look(host, one, specs[0], "step"))
+    await host.stop()
+    assert here == alone[0]
+    assert there == alone[1][:2]
