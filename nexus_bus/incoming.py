@@ -122,7 +122,11 @@ class Arriving:
             upload.page(begin.page, begin.files)
             if not begin.last:
                 return [0] * len(begin.files)
-            manifest = upload.listed(begin.page, begin.dataset)
+            try:
+                manifest = upload.listed(begin.page, begin.dataset)
+            except BadMessage:
+                upload.clear()  # nobody can go on with it
+                raise
             self._allow(home, upload, manifest, asked.room, new=not shelf.there(target))
             manifest = upload.freeze(manifest)
         if manifest.dataset != begin.dataset or any(manifest.files.get(file.path) != file for file in begin.files):

@@ -94,6 +94,7 @@ class Sessions:
     processes: int = 1
     held: dict[str, Held] = field(default_factory=dict)
     running: dict[tuple[str, str], list[Process]] = field(default_factory=dict)  # by tenant and kind
+    dead: list[Process] = field(default_factory=list)
     idle: dict[tuple[str, bytes], list[tuple[Process, SimulatorHost, int]]] = field(default_factory=dict)  # closed, kept warm
     opening: Counter[str] = field(default_factory=Counter[str])  # by tenant, sessions whose simulators are being made
 
@@ -171,27 +172,31 @@ class Sessions:
             if host.alive:
                 process.load += 1
                 return process, host, sid
-        process = await self._process(tenant, spec)
+        process = self._process(tenant, spec)
         process.load += 1
         try:
+            await self._bury()
             host = await asyncio.shield(process.starting)
             return process, host, await host.open(spec)
         except BaseException:
             process.load -= 1
             raise
 
-    async def _process(self, tenant: str, spec: EnvironmentSpec) -> Process:
+    def _process(self, tenant: str, spec: EnvironmentSpec) -> Process:
         """The one with the fewest sessions, or another one while all have some and there may be more."""
         running = self.running.setdefault((tenant, spec.id), [])
-        dead = [process for process in running if process.dead]
+        self.dead += [process for process in running if process.dead]
         running[:] = [process for process in running if not process.dead]
         least = min(running, key=lambda process: process.load, default=None)
         if least is None or (least.load and len(running) < self.processes):
             least = Process(asyncio.ensure_future(self.start(spec)))
             running.append(least)
-        for process in dead:  # they ended while nobody called them
-            await process.stop()
         return least
+
+    async def _bury(self) -> None:
+        """What is left of processes that ended while nobody called them."""
+        while self.dead:
+            await self.dead.pop().stop()
 
     async def _release(self, name: str, *, keep: bool) -> None:
         held = self.held.pop(name, None)

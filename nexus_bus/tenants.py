@@ -215,8 +215,9 @@ class Tenants:
         for key, entry in (await self.kv.entries(registry.policies_prefix(name), PolicyVersion)).items():
             # The master's next sweep deletes the weights, if nobody else has the same.
             await self.kv.put(key, msgspec.structs.replace(entry.value, retired=entry.value.retired or now(), pinned=False))
-        for key in await self.kv.keys(registry.job_key(name, "")):
-            await self.kv.delete(key)
+        for prefix in (registry.job_key(name, ""), registry.dataset_key(name, "")):
+            for key in await self.kv.keys(prefix):
+                await self.kv.delete(key)
         await self.kv.delete(registry.tenant_key(name))  # workers stop serving it
         await remove_tenant(self.bus, name)
         for stream, on in (

@@ -35,6 +35,7 @@ LARGEST = 256 << 30  # bytes of one dataset
 DEPTH = 16  # folders
 NAME_BYTES = 255  # of a file or folder
 BLOCK = 1 << 20
+LISTING_S = 600.0  # between two pages of a list: without all of it nobody can see an upload, nor drop it
 RESERVE = 1 << 30  # of a disk that stays free, or a twentieth of a small one: others write there as well
 
 
@@ -268,13 +269,14 @@ def sweep(home: Path, age_s: float) -> None:
     """Clear away uploads of a tenant that nobody went on with. Any number of workers may do it side by side."""
     for upload in uploads(home):
         with contextlib.suppress(NotFound, OSError):
-            if time.time() - (upload.time or upload.root.stat().st_mtime) < age_s:
+            longest = age_s if (upload.root / "manifest").exists() else min(age_s, LISTING_S)
+            if time.time() - (upload.time or upload.root.stat().st_mtime) < longest:
                 continue
             lock = upload.lock() if upload.exists else -1  # begun by a worker that was killed at once
             if lock is None:
                 continue
             try:
-                if upload.time and time.time() - upload.time < age_s:
+                if upload.time and time.time() - upload.time < longest:
                     continue  # somebody went on with it this moment
                 upload.clear()
             finally:

@@ -138,6 +138,7 @@ def _suite(suite: str, limit: int) -> EnvironmentEntry:
         expert=False,
         fps=20,
         success="robosuite's check_success",
+        revision=2,
     )
 
 

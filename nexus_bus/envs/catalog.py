@@ -153,6 +153,7 @@ ENVIRONMENTS: dict[str, EnvironmentEntry] = {
         spaces=_gymnasium,
         expert=False,
         success="info['is_success'] or info['success']",
+        revision=2,
         varies="whether a registered environment repeats itself is its own affair, and was not checked",
     ),
     **BENCHMARKS,

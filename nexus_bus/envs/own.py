@@ -16,6 +16,7 @@ from nexus_bus.envs import catalog, recipes
 from nexus_bus.envs.entry import EnvironmentEntry, Options
 from nexus_bus.envs.gymnasium_adapter import GymnasiumSimulator, action_of, pictures, resized, sentence, vector
 from nexus_bus.envs.offered import ID, SUCCESS, VARIES, options
+from nexus_bus.envs.rendering import own_context
 from nexus_bus.errors import BadJob, NotFound
 from schemas.job import EnvironmentSpec, Scalar
 from schemas.policy import ActionSpec, ObservationSpec
@@ -124,14 +125,14 @@ def _single(env: Any) -> Any:
     if not hasattr(env, "num_envs"):
         if not all(hasattr(env, name) for name in ("reset", "step", "action_space")):
             raise BadJob(f"--env: it gave {type(env).__name__}, expected a Gymnasium environment (or LeRobot's make_env)")
-        return env
+        return own_context(env)
     inside = getattr(env, "envs", None)
     if env.num_envs != 1 or not inside:
         raise BadJob(
             f"--env: it gave a {type(env).__name__} of {env.num_envs}; expected one, in this process (n_envs=1, "
             "use_async_envs=False): a session plays one episode at a time, and the service makes the processes"
         )
-    return inside[0]
+    return own_context(inside[0])
 
 
 def _limit(env: Any) -> int:
