@@ -5,20 +5,25 @@ The gateway writes what tenants' workers say; whoever plans or plays reads it.
 
 import asyncio
 import time
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Callable
 
 from nexus_bus.bus import Bus, Durable, own_durable
 from nexus_bus.bus.pull import OnDead
 from nexus_bus.bus.topology import OFFER_S
 from nexus_bus.envs.catalog import Own
 from nexus_bus.envs.offered import entries
+from nexus_bus.errors import Unavailable
+from nexus_bus.roster import Roster
 from nexus_bus.serving import Serving
-from nexus_bus.worker import side_by_side
+from nexus_bus.worker import Context, side_by_side
 from schemas.environment import OwnOffer
+from schemas.events import EventType
 from schemas.tenant import TenantLimits
 
 EVERY_S = OFFER_S / 5  # how often a worker says it, so that a few may be lost
 LOOK_S = 0.5
+PLAYING = ("evaluating_before", "training", "evaluating_after")
 MOST = 32  # orders of one tenant in hand: half of what a rollout worker plays, so that robots which stall hold up nobody else's
 
 
@@ -32,26 +37,22 @@ async def offered(bus: Bus, tenant: str) -> Own:
     return entries(entry.value for entry in (await bus.kv("offers").entries(f"{tenant}.", OwnOffer)).values())
 
 
-class OwnServing(Serving):
-    """Serves tenants while they offer environments of their own, as many orders at once as those have sessions.
+class Offers:
+    """What is offered. `changed(tenant, environment, sessions)` is called whenever there are more or fewer of them."""
 
-    Without an offer nothing is taken: what waits for a robot that is away waits in the queue, and holds up nobody.
-    """
-
-    def __init__(self, bus: Bus, *, on_dead: OnDead | None = None) -> None:
-        """Serves nobody until `follow` or `consume` runs."""
-        super().__init__(bus, self._consumer, batch=MOST, on_dead=on_dead)
+    def __init__(self, bus: Bus, changed: Callable[[str, str, int], None]) -> None:
+        """Knows of none until `follow` runs."""
+        self._kv = bus.kv("offers")
+        self._changed = changed
         self._heard: dict[str, tuple[int, float]] = {}  # by key: sessions, and when that was said (monotonic)
-        self._sessions = Counter[str]()  # by tenant
+        self._sessions = Counter[tuple[str, str]]()  # by tenant and environment
 
-    def _consumer(self, tenant: str, limits: TenantLimits) -> Durable:
-        return own_durable(tenant, max(1, min(self._sessions[tenant], limits.sessions or MOST, MOST)))
-
-    async def _watch(self) -> None:
+    async def follow(self) -> None:
+        """Until cancelled."""
         await side_by_side(self._hear(), self._count())
 
     async def _hear(self) -> None:
-        async for key, entry in self.bus.kv("offers").watch("", OwnOffer):
+        async for key, entry in self._kv.watch("", OwnOffer):
             if entry is None:
                 self._heard.pop(key, None)
             else:
@@ -62,12 +63,83 @@ class OwnServing(Serving):
         while True:
             ended = time.monotonic() - OFFER_S
             self._heard = {key: said for key, said in self._heard.items() if said[1] > ended}
-            now = Counter[str]()
+            now = Counter[tuple[str, str]]()
             for key, (sessions, _) in self._heard.items():
-                now[key.split(".")[0]] += sessions
+                tenant, environment, _ = key.split(".")
+                now[tenant, environment] += sessions
             before, self._sessions = self._sessions, now
-            for tenant in now.keys() | before.keys():
-                if now[tenant] != before[tenant]:
-                    (self._there.add if now[tenant] else self._there.discard)(tenant)
-                    self._news.put_nowait(tenant)
+            for which in now.keys() | before.keys():
+                if now[which] != before[which]:
+                    self._changed(*which, now[which])
             await asyncio.sleep(LOOK_S)
+
+
+class OwnServing(Serving):
+    """Serves tenants while they offer environments of their own, as many orders at once as those have sessions.
+
+    Without an offer nothing is taken: what waits for a robot that is away waits in the queue, and holds up nobody.
+    """
+
+    def __init__(self, bus: Bus, *, on_dead: OnDead | None = None) -> None:
+        """Serves nobody until `follow` or `consume` runs."""
+        super().__init__(bus, self._consumer, batch=MOST, on_dead=on_dead)
+        self._offers = Offers(bus, self._offered)
+        self._sessions: defaultdict[str, Counter[str]] = defaultdict(Counter)  # by tenant and environment
+
+    def _consumer(self, tenant: str, limits: TenantLimits) -> Durable:
+        return own_durable(tenant, max(1, min(self._sessions[tenant].total(), limits.sessions or MOST, MOST)))
+
+    async def _watch(self) -> None:
+        await self._offers.follow()
+
+    def _offered(self, tenant: str, environment: str, sessions: int) -> None:
+        self._sessions[tenant][environment] = sessions
+        if self._sessions[tenant].total():
+            self._there.add(tenant)
+        else:
+            self._there.discard(tenant)
+            del self._sessions[tenant]
+        self._news.put_nowait(tenant)
+
+
+class Attendance:
+    """Tells jobs when the environment of their tenant's own that they play in goes away and comes back. The master's."""
+
+    def __init__(self, context: Context, roster: Roster) -> None:
+        """Tells nobody until `follow` runs."""
+        self._context, self._roster = context, roster
+        self._away: set[tuple[str, str]] = set()  # since it left: what was there when this began is no news
+        self._news: asyncio.Queue[tuple[str, str, bool]] = asyncio.Queue()
+
+    async def follow(self) -> None:
+        """Until cancelled."""
+        await side_by_side(Offers(self._context.bus, self._offered).follow(), self._tell())
+
+    def _offered(self, tenant: str, environment: str, sessions: int) -> None:
+        which = tenant, environment
+        if not sessions:
+            self._away.add(which)
+        elif which in self._away:
+            self._away.discard(which)
+        else:
+            return
+        self._news.put_nowait((*which, bool(sessions)))
+
+    async def _tell(self) -> None:
+        while True:
+            tenant, environment, there = await self._news.get()
+            try:
+                await self._say(tenant, environment, there)
+            except Unavailable as error:  # jobs go on without having been told
+                self._context.log.warning("not told that an environment came or went", tenant=tenant, error=str(error))
+
+    async def _say(self, tenant: str, environment: str, there: bool) -> None:
+        kind: EventType = "environment.joined" if there else "environment.left"
+        said = "serves it again" if there else "serves it now; orders to play in it wait until one does"
+        for job, state in list((await self._roster.of(tenant)).items()):
+            plays = state.plan.spec.environment
+            if plays is not None and plays.id == environment and state.phase in PLAYING:
+                # Of several masters each says it: within such a time it is the same.
+                key = f"{kind}/{environment}/{int(time.time() / OFFER_S)}"
+                message = f"{environment}: {'a' if there else 'no'} worker of yours {said}"
+                await self._context.event(kind, tenant, job=job, key=key, message=message)

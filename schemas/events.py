@@ -31,6 +31,8 @@ EventType = Literal[
     "worker.drained",
     "worker.scaled",
     "episode.retried",
+    "environment.left",
+    "environment.joined",
 ]
 
 

@@ -23,7 +23,7 @@ from nexus_bus.bus import Bus, Delivery, Done, Entry, Outcome, Retry, ensure_job
 from nexus_bus.clock import now
 from nexus_bus.config import MasterConfig
 from nexus_bus.errors import BadMessage, Conflict, Refused, Unavailable
-from nexus_bus.offers import offered
+from nexus_bus.offers import Attendance, offered
 from nexus_bus.pausing import Pausing
 from nexus_bus.plan import compile_plan, names_own
 from nexus_bus.policies import Policies
@@ -348,7 +348,7 @@ async def main(context: Context) -> None:
             await asyncio.sleep(TICK_S)
 
     context.pulse.state = "running"
-    await worker.side_by_side(master.serve(), ticks())
+    await worker.side_by_side(master.serve(), ticks(), Attendance(context, master.roster).follow())
 
 
 def run(**options: Any) -> int:

@@ -17,6 +17,11 @@ JOB: dict[str, Any] = {
 }  # fmt: skip
 
 
+async def said(client: Client, kind: str) -> list[str]:
+    """What a job was told in events of this kind."""
+    return [event.message async for event in client.events("spot", follow=False) if event.type == kind]
+
+
 async def test_it_waits_for_a_robot_that_went_away_and_ends_with_scores(
     service: Service, tmp_path: Path, eventually: Eventually
 ) -> None:
@@ -34,12 +39,15 @@ async def test_it_waits_for_a_robot_that_went_away_and_ends_with_scores(
             await eventually(trains, within=60)
             dying.send_signal(signal.SIGKILL)
             await dying.wait()
+        told = await eventually(lambda: said(client, "environment.left"), within=40)
+        assert told == ["own-arm: no worker of yours serves it now; orders to play in it wait until one does"]
         state = await client.job("spot")
         assert state is not None
         assert state.phase == "training", "nobody else may play in it"
         async with own_worker(service.url, creds, "--as", "arm", "--sessions", "2"):
             state = await ended(client, "spot")
             assert (state.phase, state.version) == ("completed", 2), state.reason
+        assert await said(client, "environment.joined") == ["own-arm: a worker of yours serves it again"]
         episodes = await client.episodes("spot")
         assert len(episodes) == 8
         assert {"two_joint_arm" in episode.simulator for episode in episodes} == {True}
