@@ -223,6 +223,7 @@ class Upload:
                 while part := opened.read(BLOCK):
                     digest.update(part)
                     moved()
+                os.fsync(opened)  # before it is put in place: a power cut must leave the old dataset or the new one
             if digest.hexdigest() != file.sha256:
                 (self.files / path).unlink()
                 raise BadMessage(f"{path}: what came has not the hash that the list says; push again to send it anew")
