@@ -117,7 +117,7 @@ class Sessions:
 
 
 @asynccontextmanager
-async def worker(bus: Bus, url: str, home: Path) -> AsyncIterator[None]:
+async def worker(bus: Bus, url: str, home: Path, processes: int = 1) -> AsyncIterator[None]:
     """An environment worker that serves, until the end of the block; what its simulators hold is gone with it."""
     name = f"environment-{uuid.uuid4().hex[:8]}"
 
@@ -125,7 +125,8 @@ async def worker(bus: Bus, url: str, home: Path) -> AsyncIterator[None]:
         found = [one.data for one in await discover(bus, "environment")]
         return any(one["worker"] == name and one["state"] == "running" for one in found)
 
-    words = ["worker", "environment", "--name", name, "--url", url, "--set", "call_timeout_s=60"]
+    settings = ("--set", "call_timeout_s=60", "--set", f"processes={processes}")
+    words = ["worker", "environment", "--name", name, "--url", url, *settings]
     with (home / "worker.log").open("ab") as log:
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "nexus_bus.cli", *words, stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log,
@@ -175,6 +176,13 @@ async def adapter(sessions: Sessions, python: Path | None, seconds: float) -> Nu
     return numbers
 
 
+async def apart(sessions: Sessions, seconds: float) -> Numbers:
+    """Steps a second of two sessions, each in a process of its own."""
+    opened = [await sessions.open() for _ in range(2)]
+    rates = await asyncio.gather(*(sessions.play(one, CHUNK, seconds) for one in opened))
+    return {"steps_per_s_2_processes": sum(rates)}
+
+
 async def overhead(bus: Bus, spec: EnvironmentSpec, rounds: int, seconds: float) -> Numbers:
     """What a step costs more through the bus, as a share of what it costs directly; with pictures as PNG, and as they are."""
     plain = EnvironmentSpec(id=spec.id, task=spec.task, options=spec.options, image_encoding="raw")
@@ -219,6 +227,8 @@ async def measure(*, quick: bool) -> Numbers:
                             numbers |= await overhead(bus, spec, 1 if quick else ROUNDS, 4 * seconds)
                             show(numbers)
                         found = await adapter(Sessions(bus, spec), python, seconds)
+                    async with worker(bus, server.url, home, processes=2):
+                        found |= await apart(Sessions(bus, spec), seconds)
                 except NexusError as error:
                     missing[name] = str(error)
                     print(f"{name:<12} not measured: {error}")
