@@ -99,4 +99,5 @@ class Pace:
         silence = max(0.0, now - self._last)
         if self.gap >= min(saving, left):
             return 0.0
-        return max(0.0, min(saving - silence, left))  # a silence as long as the saving: they have stopped coming
+        wait = min(saving - silence, left)  # a silence as long as the saving: they have stopped coming
+        return wait if now + wait > now else 0.0  # nor is one so short that the clock cannot tell it from none
