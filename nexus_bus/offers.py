@@ -5,14 +5,14 @@ The gateway writes what tenants' workers say; whoever plans or plays reads it.
 
 import asyncio
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable
 
 from nexus_bus.bus import Bus, Durable, own_durable
 from nexus_bus.bus.pull import OnDead
 from nexus_bus.bus.topology import OFFER_S
 from nexus_bus.envs.catalog import Own
-from nexus_bus.envs.offered import entries
+from nexus_bus.envs.offered import ID, entries
 from nexus_bus.errors import Unavailable
 from nexus_bus.roster import Roster
 from nexus_bus.serving import Serving
@@ -75,31 +75,34 @@ class Offers:
 
 
 class OwnServing(Serving):
-    """Serves tenants while they offer environments of their own, as many orders at once as those have sessions.
+    """Serves environments of tenants' own while they are offered, each as many orders at once as it has sessions.
 
-    Without an offer nothing is taken: what waits for a robot that is away waits in the queue, and holds up nobody.
+    Without an offer nothing is taken: what waits for a robot that is away waits in the queue, and holds up nothing else.
     """
 
     def __init__(self, bus: Bus, *, on_dead: OnDead | None = None) -> None:
-        """Serves nobody until `follow` or `consume` runs."""
+        """Serves none until `follow` or `consume` runs."""
         super().__init__(bus, self._consumer, batch=MOST, on_dead=on_dead)
         self._offers = Offers(bus, self._offered)
-        self._sessions: defaultdict[str, Counter[str]] = defaultdict(Counter)  # by tenant and environment
+        self._sessions = Counter[str]()  # by tenant=environment, which is what is served here in place of a tenant
 
-    def _consumer(self, tenant: str, limits: TenantLimits) -> Durable:
-        return own_durable(tenant, max(1, min(self._sessions[tenant].total(), limits.sessions or MOST, MOST)))
+    def _consumer(self, key: str, _: TenantLimits) -> Durable:
+        tenant, environment = key.split("=") if "=" in key else (key, ID)
+        most = self.allowances.of(tenant).sessions or MOST
+        return own_durable(tenant, environment, max(1, min(self._sessions[key], most, MOST)))
 
     async def _watch(self) -> None:
         await self._offers.follow()
 
     def _offered(self, tenant: str, environment: str, sessions: int) -> None:
-        self._sessions[tenant][environment] = sessions
-        if self._sessions[tenant].total():
-            self._there.add(tenant)
+        key = f"{tenant}={environment}"
+        self._sessions[key] = sessions
+        if sessions:
+            self._there.add(key)
         else:
-            self._there.discard(tenant)
-            del self._sessions[tenant]
-        self._news.put_nowait(tenant)
+            self._there.discard(key)
+            del self._sessions[key]
+        self._news.put_nowait(key)
 
 
 class Attendance:

@@ -113,7 +113,7 @@ class Pausing:
             else:
                 # Before it is written: once it is, somebody may resume it and hand the orders out anew.
                 for name in ("rollout.run", "rollout.own"):
-                    await self.bus.purge(name, tenant=tenant, job=job)
+                    await self.bus.purge(name, tenant=tenant, job=job, environment="*")
                 limited = state.plan.spec.budget.device_s is not None
                 device_s = self.spending.of(tenant, job).device_s if limited else 0.0
                 state = msgspec.structs.replace(progress.pause(state, reason, time.time(), device_s), limit=limit)

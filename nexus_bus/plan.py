@@ -321,8 +321,9 @@ def _subjects(tenant: str, spec: JobSpec, phases: list[Phase]) -> dict[str, str]
     if spec.kind == "rl":
         found["rollout records"] = subject("train.record", tenant=tenant, job=job)
     if spec.kind == "rl" or any(phase.startswith("evaluating") for phase in phases):
-        played = "rollout.own" if spec.environment is not None and is_own(spec.environment.id) else "rollout.run"
-        found["rollout orders"] = subject(played, tenant=tenant, job=job)
+        own = spec.environment if spec.environment is not None and is_own(spec.environment.id) else None
+        where = {"tenant": tenant, "job": job, **({"environment": own.id} if own else {})}
+        found["rollout orders"] = subject("rollout.own" if own else "rollout.run", **where)
         found["inference"] = subject("infer.request", tenant=tenant)
     return found
 

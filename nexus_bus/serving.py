@@ -14,7 +14,7 @@ from nexus_bus.bus import Bus, Durable, Puller, Rounds, ensure_durable, ensure_t
 from nexus_bus.bus.consume import Handler, Loop, OnBad
 from nexus_bus.bus.pull import OnDead
 from nexus_bus.worker import PROVIDER, side_by_side
-from schemas.tenant import TenantLimits
+from schemas.tenant import TenantLimits, TenantRecord
 
 AHEAD = 2  # messages at hand beyond those in work: a tenant that waits must be seen to wait, or it counts as idle
 
@@ -115,13 +115,16 @@ async def sweep(bus: Bus) -> None:
     queued = {stream: await bus.queued(stream) for stream in _KINDS}
     depths = await bus.depths()
     there = {registry.tenant_of(key) for key in await bus.kv("registry").keys(registry.tenant_key(""))}  # after the others
+    accounts = await bus.kv("registry").entries(registry.account_key(""), TenantRecord)
+    # An environment may be offered before the first order; its consumer must not be taken from under who serves it.
+    known = there | {registry.tenant_of(key) for key, account in accounts.items() if account.value.phase != "removed"}
     for stream, kinds in _KINDS.items():
         for on, messages in queued[stream].items():
             if stream != _ORDERS and on.split(".")[2] not in there:
                 bus.log.warning("removed what nobody serves", subject=on, messages=messages)
                 await bus.drop(stream, on)
         for name in depths[stream]:
-            kind, _, tenant = name.partition("-")
-            if kind in kinds and tenant not in there:
+            kind, _, whose = name.partition("-")
+            if kind in kinds and whose.partition("=")[0] not in known:
                 bus.log.warning("removed a consumer of nobody", stream=stream, consumer=name)
                 await bus.ask(f"$JS.API.CONSUMER.DELETE.{stream}.{name}")

@@ -22,6 +22,7 @@ from schemas.control import JobReport
 from schemas.events import EventType
 from schemas.plan import TERMINAL, JobState, Phase
 from schemas.policy import TrainingState
+from schemas.rollout import RolloutOrder
 
 if TYPE_CHECKING:
     from nexus_bus.worker import Context
@@ -47,7 +48,10 @@ class States:
         state, before = happening.state, entry.value
         tenant, job = state.plan.tenant, state.plan.spec.name
         await asyncio.gather(
-            *(self.bus.publish(name, order, msg_id=msg_id, tenant=tenant, job=job) for name, msg_id, order in happening.orders)
+            *(
+                self.bus.publish(name, order, msg_id=msg_id, tenant=tenant, job=job, environment=_played(order))
+                for name, msg_id, order in happening.orders
+            )
         )
         if state == before:
             return
@@ -88,7 +92,7 @@ class States:
         """Remove what is queued for a job that has ended, announce it, and let others begin."""
         tenant, job = state.plan.tenant, state.plan.spec.name
         for name in ("rollout.run", "rollout.own", "env.feed", "env.prepare"):
-            await self.bus.purge(name, tenant=tenant, job=job)
+            await self.bus.purge(name, tenant=tenant, job=job, environment="*")
         if state.plan.spec.kind != "eval":
             await remove_job(self.bus, tenant, job)
         data: dict[str, Any] = {**state.scores, "version": state.version}
@@ -140,3 +144,8 @@ def total(state: JobState) -> int:
     if state.phase in ("evaluating_before", "evaluating_after") and state.plan.spec.evaluation is not None:
         return state.plan.spec.evaluation.total
     return state.plan.batches if state.phase == "training" else 1
+
+
+def _played(order: Any) -> str:
+    """Where an order's episode is played; a subject has a token for it, if it is the tenant's own environment."""
+    return order.environment.id if isinstance(order, RolloutOrder) else ""

@@ -123,7 +123,7 @@ TABLE: tuple[SubjectEntry, ...] = (
          summary="Keep a policy version for good, or no longer."),
     _row("rollout.run", "rollout.run.{tenant}.{job}", rollout.RolloutOrder, stream="ROLLOUT", producer="master",
          consumer="rollout", summary="Play one episode."),
-    _row("rollout.own", "rollout.own.{tenant}.{job}", rollout.RolloutOrder, stream="ROLLOUT", producer="master",
+    _row("rollout.own", "rollout.own.{tenant}.{environment}.{job}", rollout.RolloutOrder, stream="ROLLOUT", producer="master",
          consumer="rollout", summary="Play one episode in an environment of the tenant's own."),
     _row("env.prepare", "env.prepare.{tenant}.{job}", environment.PrepareOrder, stream="ROLLOUT", producer="master",
          consumer="environment", summary="Record or open a job's dataset, and report its statistics."),

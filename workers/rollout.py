@@ -15,11 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from nexus_bus import telemetry, worker
+from nexus_bus import registry, telemetry, worker
 from nexus_bus.bus import Bus, Delivery, Done, Outcome, rollout_durable
 from nexus_bus.clock import now
 from nexus_bus.envs.offered import is_own
-from nexus_bus.errors import ContractError, EnvironmentFault, Refused, Unavailable, from_code
+from nexus_bus.errors import ContractError, EnvironmentFault, NexusError, Unavailable, from_code
 from nexus_bus.evaluation.recorder import Recorder
 from nexus_bus.offers import OwnServing
 from nexus_bus.serving import AHEAD, Serving
@@ -30,10 +30,15 @@ from schemas.control import JobReport, Role
 from schemas.environment import Observation, SessionCall, SessionOpen, SessionOpened, SessionReply
 from schemas.evaluation import EvaluationEpisode, Purpose
 from schemas.inference import InferenceReply, InferenceRequest
+from schemas.plan import TERMINAL, JobState
 from schemas.rollout import EpisodeResult, RolloutOrder, RolloutRecord, RolloutStep
 from schemas.subjects import subject
 
 ROLE: Role = "rollout"
+
+
+class _Over(Exception):
+    """The job of an episode has ended."""
 
 
 @dataclass
@@ -63,6 +68,7 @@ class Rollout:
     def __init__(self, context: Context) -> None:
         self.context = context
         self.bus: Bus = context.bus
+        self.kv = context.bus.kv("registry")
         self.waiting: dict[str, asyncio.Future[InferenceReply]] = {}
         self.inbox = ""
         self.recorder = Recorder(context.bus, context.log)
@@ -75,6 +81,8 @@ class Rollout:
     async def handle(self, delivery: Delivery) -> Outcome:
         """Play one order to its end, and hand on what it gave. What it raises, the loop turns into another try (consume.py)."""
         order: RolloutOrder = delivery.message
+        if await self._over(order):  # it may have waited here for a session
+            return Done()
         name = f"{order.job}/{order.purpose}/{order.batch}/{order.index}"
         self.context.pulse.busy += 1
         started = time.monotonic()
@@ -90,6 +98,8 @@ class Rollout:
                 else:
                     await self._record(episode, order.purpose, simulator, time.monotonic() - started)
                 await self._report(episode, delivery.msg_id, simulator, time.monotonic() - started)
+        except _Over:
+            return Done()
         except EnvironmentFault as fault:
             await self._retried(order, name, delivery.num_delivered, fault)
             raise
@@ -106,6 +116,8 @@ class Rollout:
             reply = await self._call(order, opened, SessionCall(op="reset", seed=order.seed, trial=_trial(order)))
             episode.simulate_s += reply.device_s
             while not (reply.terminated or reply.truncated):
+                if is_own(order.environment.id) and await self._over(order):  # a robot stops when its job does
+                    raise _Over
                 seen = _observation(reply)
                 answer = await self._infer(order, seen, len(episode.steps))
                 actions = np.ascontiguousarray(from_tensor(_tensor(answer.actions))[: order.execute])
@@ -118,9 +130,14 @@ class Rollout:
         finally:
             try:
                 await self._call(order, opened, SessionCall(op="close"))
-            except (Unavailable, EnvironmentFault, Refused) as error:
+            except NexusError as error:
                 # The session's lease ends it; an error here must not hide the one that brought us here.
                 self.context.log.info("session not closed", session=opened.session, error=str(error))
+
+    async def _over(self, order: RolloutOrder) -> bool:
+        """Whether the job has ended: what is played for it is for nobody."""
+        entry = await self.kv.get(registry.job_key(order.tenant, order.job), JobState)
+        return entry is not None and entry.value.phase in TERMINAL
 
     def _note(self, episode: Episode, seen: Observation, answer: InferenceReply, reply: SessionReply) -> None:
         executed = len(reply.rewards)

@@ -49,10 +49,12 @@ class ServerApi:
         return msg
 
     async def purge(self, name: str, **tokens: str) -> None:
-        """Remove what is queued on a subject."""
-        stream = BY_NAME[name].stream
-        if stream is not None:
-            await self.ask(f"$JS.API.STREAM.PURGE.{stream}", json.dumps({"filter": subject(name, **tokens)}).encode())
+        """Remove what is queued on a subject, or with `*` for a token on several."""
+        row = BY_NAME[name]
+        if row.stream is not None:
+            subject(name, **{key: value if value != "*" else "_" for key, value in tokens.items()})  # refuses what is no name
+            on = row.pattern.format(**tokens)
+            await self.ask(f"$JS.API.STREAM.PURGE.{row.stream}", json.dumps({"filter": on}).encode())
 
     async def queued(self, stream: str, on: str = ">") -> dict[str, int]:
         """Messages per subject of a stream, of those that match."""

@@ -36,11 +36,14 @@ class GuardedClient(Client):
 
     async def _process_info(self, info: dict[str, Any], initial_connection: bool = False) -> None:
         """Whoever sits between could answer for the server that it needs no encryption, and the stock client goes on in the
-        clear, whatever the address says.
+        clear, whatever the address says. Nor does it hear of the account's own limit, which comes once the server knows who
+        connects: a larger message costs the connection, and whoever waits for its answer waits in vain.
         """
         if initial_connection and "tls" in self.options and not info.get("tls_required"):
             raise Error("the address says tls://, and the server does not encrypt; use nats:// only where nobody listens in")
         await super()._process_info(info, initial_connection)
+        if not initial_connection and "max_payload" in info:
+            self._max_payload = info["max_payload"]
 
     async def _process_headers(self, headers: Any) -> dict[str, str] | None:
         """A status line that is no text raised, and killed the read loop: any tenant could have cut the gateway off."""

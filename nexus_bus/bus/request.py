@@ -50,7 +50,7 @@ async def request(
             answer = await bus.client.ask(on, encode(row, message), given)
             msg = await (while_served(bus, answer, watch) if watch else answer)
     except MaxPayloadError as error:
-        raise Refused(f"{on}: larger than the server takes in one message") from error
+        raise Refused(_too_large(bus, on)) from error
     except (NatsError, TimeoutError) as error:
         if bus.denied and not bus.up.is_set():
             raise Denied(bus.denied) from error
@@ -86,7 +86,7 @@ async def ask_aside(bus: "Bus", row: SubjectEntry, on: str, message: Any, answer
     except NoRespondersError:
         raise Unavailable(f"{on}: nobody serves it right now") from None
     except MaxPayloadError as error:
-        raise Refused(f"{on}: larger than the server takes in one message") from error
+        raise Refused(_too_large(bus, on)) from error
     except (NatsError, TimeoutError) as error:
         raise Unavailable(f"{on}: no answer within {timeout:g} s") from error
     finally:
@@ -114,6 +114,10 @@ async def _served(bus: "Bus", on: str) -> bool:
     except (NatsError, TimeoutError):
         return True  # slow, or the bus is away: nothing is known
     return True
+
+
+def _too_large(bus: "Bus", what: str) -> str:
+    return f"{what}: larger than the {bus.client.max_payload} bytes that may be sent in one message"
 
 
 class Service:
@@ -156,7 +160,11 @@ class Service:
         if not msg.reply:
             return  # nobody waits for it
         try:
-            await self._bus.client.publish(msg.reply, body, headers=headers)
+            try:
+                await self._bus.client.publish(msg.reply, body, headers=headers)
+            except MaxPayloadError:  # whoever waits is told so
+                too_large = _too_large(self._bus, f"the answer to {msg.subject}").encode()
+                await self._bus.client.publish(msg.reply, too_large, headers={wire.ERROR_CODE: Refused.code})
         except NatsError as error:  # the asker times out and asks again
             self._bus.log.warning("an answer did not leave", subject=msg.subject, error=repr(error))
 

@@ -100,10 +100,11 @@ def rollout_durable(tenant: str, sessions: int | None = None) -> Durable:
     return Durable("ROLLOUT", f"rollout-{tenant}", filters, ack_wait=3.0, max_ack_pending=sessions or 1024, max_deliver=8)
 
 
-def own_durable(tenant: str, sessions: int) -> Durable:
-    """A tenant's own consumer of orders to play in its own environment, of which there are so many `sessions`."""
-    filters = (_all_jobs("rollout.own", tenant),)
-    return Durable("ROLLOUT", f"own-{tenant}", filters, ack_wait=3.0, max_ack_pending=sessions, max_deliver=8)
+def own_durable(tenant: str, environment: str, sessions: int) -> Durable:
+    """A consumer of orders to play in one environment of a tenant's own, of which there are so many `sessions`."""
+    filters = (subject("rollout.own", tenant=tenant, environment=environment, job="_").removesuffix("_") + "*",)
+    name = f"own-{tenant}={environment}"  # no name has a `=`
+    return Durable("ROLLOUT", name, filters, ack_wait=3.0, max_ack_pending=sessions, max_deliver=8)
 
 
 def data_durable(tenant: str) -> Durable:
@@ -250,10 +251,11 @@ async def remove_tenant(bus: "Bus", tenant: str) -> None:
     """Take a tenant's consumers away, and what is queued for them. Its key in the registry goes first: who still serves the
     tenant makes them anew.
     """
-    for durable in (orders_durable(tenant), own_durable(tenant, 1), *_of_workers(tenant)):
+    for durable in (orders_durable(tenant), *_of_workers(tenant)):
         for on in durable.filters:
             await bus.drop(durable.stream, on)
         await bus.ask(f"$JS.API.CONSUMER.DELETE.{durable.stream}.{durable.name}")
+    await bus.drop("ROLLOUT", f"rollout.own.{tenant}.>")  # their consumers are the sweep's: whoever knew them may be gone
 
 
 def _of_workers(tenant: str) -> tuple[Durable, ...]:

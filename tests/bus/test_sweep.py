@@ -6,11 +6,12 @@ from typing import Any, cast
 import structlog
 
 from nexus_bus import registry
-from nexus_bus.bus import Bus, ensure_tenant
+from nexus_bus.bus import Bus, ensure_durable, ensure_tenant, own_durable
 from nexus_bus.worker import Context, Pulse
 from schemas.job import JobSpec
 from schemas.plan import JobState, Plan
 from schemas.policy import ActionSpec, ObservationSpec
+from schemas.tenant import TenantPhase, TenantRecord
 from schemas.training import TrainingBatch
 from workers.master import Master
 
@@ -55,3 +56,13 @@ async def test_the_master_removes_queues_and_consumers_of_tenants_that_are_gone(
     assert await bus.queued("ROLLOUT") == {f"{name}.acme.pick": 1 for name in ("rollout.run", "env.feed", "env.prepare")}
     depths = await bus.depths()
     assert (set(depths["INFERENCE"]), set(depths["ROLLOUT"])) == ({"infer-acme"}, {"rollout-acme", "data-acme"})
+
+
+async def test_a_tenant_whose_robot_stands_before_its_first_job_keeps_its_consumer(bus: Bus) -> None:
+    phases: dict[str, TenantPhase] = {"acme": "active", "left": "removed"}
+    for tenant, phase in phases.items():
+        record = TenantRecord(name=tenant, account="A" * 56, created="now", phase=phase)
+        await bus.kv("registry").put(registry.account_key(tenant), record)
+        await ensure_durable(bus, own_durable(tenant, "own", 1))
+    await master(bus).sweep()
+    assert set((await bus.depths())["ROLLOUT"]) == {"own-acme=own"}

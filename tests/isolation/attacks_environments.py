@@ -178,7 +178,12 @@ async def asked_directly(siege: Siege, intruder: Attacker) -> str | None:
     ask = {"id": "x", "gateway": siege.gateway.bridge.token, "session": siege.sessions[1], "call": {"op": "save"}}
     subjects = [f"ask.{tenant}{rest}" for tenant in (f"{VICTIM}.", "") for rest in ("call.robot", "open.own-arm")]
     subjects += [f"env.session.{VICTIM}.{one}" for one in siege.sessions]
-    subjects += [f"env.own.{VICTIM}", f"env.open.{VICTIM}", f"rollout.own.{VICTIM}.{JOB}", f"rollout.own.{INTRUDER}.{JOB}"]
+    subjects += [
+        f"env.own.{VICTIM}",
+        f"env.open.{VICTIM}",
+        f"rollout.own.{VICTIM}.own.{JOB}",
+        f"rollout.own.{INTRUDER}.own.{JOB}",
+    ]
     for body in (ask, {"op": "save"}):
         if evidence := await intruder.any_of(*subjects, payload=msgspec.msgpack.encode(body), headers=PACKED):
             return evidence

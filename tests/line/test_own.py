@@ -22,6 +22,21 @@ async def said(client: Client, kind: str) -> list[str]:
     return [event.message async for event in client.events("spot", follow=False) if event.type == kind]
 
 
+async def cancelled_while_away(client: Client, service: Service, creds: Path, eventually: Eventually) -> None:
+    """A job that ends while its robot is away does not move it when it is back."""
+    async with own_worker(service.url, creds, "--as", "arm"):
+        await client.submit(JOB | {"name": "gone", "evaluation": {"episodes": 40}})
+        await eventually(lambda: client.episodes("gone"), within=30)
+    await client.cancel("gone")
+    await ended(client, "gone")
+    played = await client.episodes("gone")
+    async with own_worker(service.url, creds, "--as", "arm"):
+        await client.submit(JOB | {"name": "next", "algorithm": {"name": "ppo", "updates": 1, "episodes_per_update": 4}})
+        await ended(client, "next")
+    assert '"job":"gone"' not in creds.with_suffix(".log").read_text()
+    assert await client.episodes("gone") == played
+
+
 async def test_it_waits_for_a_robot_that_went_away_and_ends_with_scores(
     service: Service, tmp_path: Path, eventually: Eventually
 ) -> None:
@@ -48,6 +63,7 @@ async def test_it_waits_for_a_robot_that_went_away_and_ends_with_scores(
             state = await ended(client, "spot")
             assert (state.phase, state.version) == ("completed", 2), state.reason
         assert await said(client, "environment.joined") == ["own-arm: a worker of yours serves it again"]
+        await cancelled_while_away(client, service, creds, eventually)
         episodes = await client.episodes("spot")
         assert len(episodes) == 8
         assert {"two_joint_arm" in episode.simulator for episode in episodes} == {True}

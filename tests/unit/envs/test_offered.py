@@ -64,7 +64,7 @@ def test_a_plan_for_it_stands_alone_when_it_is_away_again() -> None:
         "evaluation": {"episodes": 2, "tasks": ["door", "drawer"]},
     }  # fmt: skip
     plan = compile_plan(job_spec(document), "acme", own=OWN)
-    assert plan.subjects["rollout orders"] == "rollout.own.acme.pick"
+    assert plan.subjects["rollout orders"] == "rollout.own.acme.own-arm.pick"
     assert plan.instructions == ["open the door", "close the drawer"]
     protocol = protocol_of(plan, ["arm 1.2"])
     assert (protocol.environment, protocol.max_steps, protocol.simulator) == ("own-arm", 60, "arm 1.2")
