@@ -19,7 +19,7 @@ from nexus_bus.bus.codec import MAX_BLOB_MESSAGE
 from nexus_bus.bus.request import ask_aside, while_served
 from nexus_bus.calls import Turns
 from nexus_bus.envs.catalog import EnvDescription, describe
-from nexus_bus.envs.offered import START, amiss, check, is_own
+from nexus_bus.envs.offered import START, amiss, check, is_own, unlike
 from nexus_bus.errors import (
     BadMessage,
     ContractError,
@@ -190,6 +190,13 @@ class Bridge:
             raise BadMessage(f"tasks: {size} bytes; an offer has at most {OFFER_BYTES}: serve fewer tasks by each worker")
         if len({*keys, key}) > OFFERS:
             raise Unavailable(f"env.offer: {OFFERS} workers of yours serve environments, or have just left; end one, or wait")
+        # A job is planned for what one says, and its episodes go to either.
+        for other in (await self.kv.entries(offer_key(tenant, offer.environment, ""), OwnOffer)).values():
+            if other.value.worker != offer.worker and (differs := unlike(offer, other.value)):
+                raise Unavailable(
+                    f"{differs}: {other.value.worker} serves {offer.environment} as well, or has just left; serve this one by "
+                    "another name (--as NAME), or wait until that one is gone"
+                )
         await self.kv.put(key, offer)
         return Ack()
 
@@ -268,6 +275,9 @@ class Bridge:
         except _Absent as error:
             await self._release(name)
             raise EnvironmentFault(f"the tenant's worker {held.worker} did not answer: {error}") from None
+        except EnvironmentFault:  # the worker has given it up
+            await self._release(name)
+            raise
         finally:
             held.busy -= 1
             held.expires = time.monotonic() + held.lease_s

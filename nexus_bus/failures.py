@@ -10,6 +10,7 @@ from schemas.control import Cause
 
 TAIL_BYTES = 32 << 10
 LONGEST = 300  # characters of last words
+CRASH = "Fatal Python error"
 
 # In this order: who runs out of memory inside a simulator ran out of memory.
 SIGNS: tuple[tuple[Cause, re.Pattern[str]], ...] = (
@@ -51,6 +52,10 @@ def last_words(log: Path, since: int = 0) -> str:
             lines = file.read().decode(errors="replace").splitlines()
     except OSError:
         return ""
+    crashed = max((n for n, line in enumerate(lines) if line.startswith(CRASH)), default=None)
+    if crashed is not None:  # faulthandler: what it was, and where; below are stacks and the names of modules
+        place = next((line.strip() for line in lines[crashed:] if line.startswith("  File ")), "")
+        return ", ".join(filter(None, (lines[crashed].strip(), place)))[:LONGEST]
     return next((words[:LONGEST] for line in reversed(lines) if (words := _words(line))), "")
 
 

@@ -25,7 +25,7 @@ from nexus_bus.errors import BadMessage, Denied, EnvironmentFault, NexusError, R
 from nexus_bus.offers import EVERY_S
 from nexus_bus.sessions import Close, Process, Sessions
 from nexus_bus.worker import GRACE_S, Pulse, in_loop
-from schemas.environment import MAX_TASKS, OwnAnswer, OwnAsk, OwnOffer, OwnTask, SessionOpened
+from schemas.environment import MAX_TASKS, OwnAnswer, OwnAsk, OwnId, OwnOffer, OwnTask, SessionOpened
 from schemas.job import EnvironmentSpec
 from schemas.subjects import BY_NAME
 
@@ -101,7 +101,12 @@ class OwnEnvironment:
             try:
                 await self.bus.request("api.env.offer", offer, timeout=ANSWER_S, tenant=self.tenant)
                 if not said:
-                    self.log.info("serving", environment=offer.environment, tasks=list(offer.tasks), sessions=offer.sessions)
+                    task, first = next(iter(offer.tasks.items()))
+                    self.log.info(
+                        "serving", environment=offer.environment, tasks=list(offer.tasks), sessions=offer.sessions,
+                        cameras=dict(first.observation.cameras), state=first.observation.state_size, action=first.action.size,
+                        in_a_job=f'environment = {{ id = "{offer.environment}", task = "{task}" }}',
+                    )  # fmt: skip
                 said = True
             except Unavailable as error:
                 self.log.warning("not offered right now", error=str(error))
@@ -161,7 +166,14 @@ class OwnEnvironment:
             raise BadMessage("open: missing")
         asked = msgspec.structs.replace(ask.open, environment=msgspec.structs.replace(ask.open.environment, id=ID))
         known = describe(asked.environment, self.own)
-        name = await self.sessions.open(self.tenant, asked, known)
+        try:
+            name = await self.sessions.open(self.tenant, asked, known)
+        except EnvironmentFault as error:
+            if not (held := len(self.sessions.held)):
+                raise
+            # Of a robot there is one, whatever --sessions says: who asks for a second waits for it as for any place.
+            self.log.warning("no further session can be made; is --sessions too many?", held=held, error=str(error))
+            raise Unavailable(f"worker {self.worker} holds {held} sessions and could make no other: {error}") from error
         self.log.info("session", session=name, task=ask.open.environment.task, job=ask.open.job)
         opened = SessionOpened(session=name, subject="", worker=self.worker, version=known.simulator)
         return OwnAnswer(id=ask.id, gateway=ask.gateway, opened=opened)
@@ -197,6 +209,7 @@ async def _serve(worker: str, settings: config.EnvironmentConfig, target: str, e
         raise Denied("--env: it is served for one tenant; give that tenant's credentials by --creds (`nexus tenant add`)")
     own = OwnEnvironment(bus, worker, settings, target, sessions)
     try:
+        log.info("loading", environment=environment, target=target)  # a robot may take minutes
         offer = await own.start(environment)
         await own.listen(offer)
         work = {
@@ -224,7 +237,11 @@ def run(*, env: str, suffix: str | None, sessions: int, name: str | None, url: s
     Args:
         suffix: the environment is called own-SUFFIX in job documents; None: own.
     """
+    try:
+        environment = msgspec.convert(ID if suffix is None else f"{ID}-{suffix}", OwnId)
+    except msgspec.ValidationError:
+        raise Refused(f"--as: {suffix!r} is not a name (lower-case letters, digits, - and _)") from None
     settings = config.load("environment", flags=dict(flags) | ({"url": url} if url else {})).value
     worker = name or f"own-{uuid.uuid4().hex[:12]}"
     logs.start("environment", worker, settings.log_level)
-    return in_loop(_serve(worker, settings, env, f"{ID}-{suffix}" if suffix else ID, sessions))
+    return in_loop(_serve(worker, settings, env, environment, sessions))

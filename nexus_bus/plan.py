@@ -369,6 +369,16 @@ def _notes(spec: JobSpec, init: PolicyVersion | JobSpec | None) -> list[str]:
         notes.append(f"waits for job {init.name!r} to end")
     if spec.init is not None and init is None and spec.head is None:
         notes.append(f"head and horizon are those of {spec.init}, which is not known here; the defaults stand in for them")
+    evaluation, environment = spec.evaluation, spec.environment
+    if (
+        spec.init is None
+        and evaluation is not None
+        and evaluation.before
+        and environment is not None
+        and is_own(environment.id)
+    ):
+        first = f"evaluates an untrained policy first, {evaluation.total} episodes in {environment.id}"
+        notes.append(f"{first}; evaluation.before = false leaves them out")
     if spec.evaluation is None and spec.kind != "eval":
         notes.append("no evaluation: add an [evaluation] table to get success rates with intervals")
     return notes

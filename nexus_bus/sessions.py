@@ -16,7 +16,7 @@ import msgspec
 
 from nexus_bus.envs.catalog import EnvDescription
 from nexus_bus.envs.host import SimulatorHost
-from nexus_bus.errors import ContractError, EnvironmentFault, Refused, Unavailable
+from nexus_bus.errors import ContractError, EnvironmentFault, NexusError, Refused, Unavailable
 from nexus_bus.worker import Pulse
 from schemas.environment import SessionCall, SessionOpen, SessionReply
 from schemas.job import EnvironmentSpec
@@ -152,7 +152,9 @@ class Sessions:
         try:
             reply = await held.host.call(held.sid, request, held.spec.image_encoding)
         except EnvironmentFault:
-            if not held.host.alive:  # a fault of one session leaves the others of its process alone
+            if held.host.alive:  # its simulator was closed with the fault, so its place is free; others of the process go on
+                await self._release(name, keep=False)
+            else:
                 await self._lost(held.host)
             raise
         finally:
@@ -225,8 +227,15 @@ class Sessions:
             await asyncio.sleep(SWEEP_S)
             clock = time.monotonic()
             for name in [n for n, held in self.held.items() if not held.busy and held.expires < clock]:
-                self.log.warning("session lease ran out", session=name, tenant=self.held[name].tenant)
-                await self._release(name, keep=True)
+                held = self.held[name]
+                self.log.warning("session lease ran out", session=name, tenant=held.tenant)
+                try:
+                    await held.host.call(held.sid, SessionCall(op="close"))  # the next one begins with a reset
+                except NexusError as error:
+                    self.log.info("not closed", session=name, error=str(error))
+                    await self._release(name, keep=False)
+                else:
+                    await self._release(name, keep=True)
             for held in self.held.values():
                 self._account(held)
 

@@ -14,7 +14,7 @@ TARGET = "two_joint_arm:make_env"
 
 @asynccontextmanager
 async def own_worker(
-    url: str, creds: Path, *words: str, target: str = TARGET, serves: bool = True
+    url: str, creds: Path, *words: str, target: str = TARGET, serves: bool = True, variables: dict[str, str] | None = None
 ) -> AsyncIterator[asyncio.subprocess.Process]:
     """It, from the moment it serves; at the end of the block it is told to stop. Its log lies beside the credentials."""
     log_file = creds.with_suffix(".log")
@@ -24,7 +24,8 @@ async def own_worker(
     with log_file.open("wb") as log:
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "nexus_bus.cli", "worker", "environment", "--env", target, "--creds", str(creds),
-            "--url", url, *words, cwd=ARM, env=tenants | {"NEXUS_HOME": str(creds.parent / "nowhere"), "NEXUS_LOG": "json"},
+            "--url", url, *words, cwd=ARM,
+            env=tenants | {"NEXUS_HOME": str(creds.parent / "nowhere"), "NEXUS_LOG": "json"} | (variables or {}),
             stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log,
         )  # fmt: skip
     try:

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from nexus_bus.client.calls import CALL_S, PATIENT_S, Calls, token
-from nexus_bus.errors import BadJob, BadMessage, NotFound, Refused, Unavailable
+from nexus_bus.errors import BadJob, BadMessage, Conflict, NotFound, Refused, Unavailable
 from schemas.api import CHUNK_BYTES
 from schemas.dataset import (
     FILES,
@@ -64,19 +64,28 @@ class DatasetCalls(Calls):
         files = await asyncio.to_thread(scan, root, lambda done, total: tell("reading", done, total))
         upload = hashlib.sha256(msgspec.json.encode([dataset, files])).hexdigest()[:32]  # the same content goes on
         payload = (await self.account()).limits.payload_bytes - OVERHEAD
-        have: list[int] = []
-        done = False
         pages = list(_pages(files, max(SMALLEST, payload)))
-        for number, page in enumerate(pages):
-            begin = DatasetBegin(
-                dataset=dataset, upload=upload, page=number, files=page, last=number == len(pages) - 1, replace=replace
-            )
-            begun: DatasetBegun = await self.call("data.begin", begin, timeout=PATIENT_S)
-            have += begun.have
-            done = begun.done
+
+        async def begin() -> tuple[list[int], bool]:
+            have, done = list[int](), False
+            for number, page in enumerate(pages):
+                last = number == len(pages) - 1
+                order = DatasetBegin(dataset=dataset, upload=upload, page=number, files=page, last=last, replace=replace)
+                begun: DatasetBegun = await self.call("data.begin", order, timeout=PATIENT_S)
+                have += begun.have
+                done = begun.done
+            return have, done
+
+        have, done = await begin()
         if not done:
             size = max(SMALLEST, min(CHUNK_BYTES, payload))
-            await self._send(root, upload, files, have, size, lambda sent, total: tell("sending", sent, total))
+            try:
+                await self._send(root, upload, files, have, size, lambda sent, total: tell("sending", sent, total))
+            except Conflict:  # the same was pushed from elsewhere meanwhile, and is being checked
+                pass
+            except NotFound:
+                if not (await begin())[1]:  # else it was, and is there
+                    raise
         return await self._committed(DatasetCommit(dataset=dataset, upload=upload, replace=replace), tell)
 
     async def _send(

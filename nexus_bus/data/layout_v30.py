@@ -4,6 +4,8 @@ The number of a film's file is its camera's own and differs from that of the dat
 `videos/<key>/{chunk_index, file_index, from_timestamp}` and by nothing else.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pyarrow as pa
@@ -66,7 +68,7 @@ def _rows(root: Root, columns: list[str]) -> list[dict[str, Any]]:
         raise BadMessage(f"dataset {root.name}: there is no {EPISODES_PATH}; a writer that was killed leaves none")
     rows: list[dict[str, Any]] = []
     for name in names:
-        with pq.ParquetFile(root.inside(name)) as file:
+        with _parquet(root, name) as file:
             missing = [column for column in columns if column not in file.schema_arrow.names]
             if missing:
                 raise BadMessage(f"{name}: no column {missing[0]}")
@@ -78,8 +80,18 @@ def _rows(root: Root, columns: list[str]) -> list[dict[str, Any]]:
     return rows
 
 
+@contextmanager
+def _parquet(root: Root, name: str) -> Iterator[pq.ParquetFile]:
+    """A table of the dataset. What is wrong with the file is said with its name."""
+    try:
+        with pq.ParquetFile(root.inside(name)) as file:
+            yield file
+    except (OSError, pa.ArrowException) as error:
+        raise BadMessage(f"dataset {root.name}: {name} cannot be read: {type(error).__name__}: {error}") from error
+
+
 def _tasks(root: Root) -> dict[str, int]:
-    with pq.ParquetFile(root.inside(TASKS_PATH)) as file:
+    with _parquet(root, TASKS_PATH) as file:
         table = file.read()
     names = table["task"] if "task" in table.column_names else table["__index_level_0__"]
     return dict(zip(names.to_pylist(), table["task_index"].to_pylist(), strict=True))

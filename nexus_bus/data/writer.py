@@ -83,8 +83,11 @@ class DatasetWriter:
             for key, feature in self._features.items()
             if feature["dtype"] == "video"
         }
-        self.root.parent.mkdir(parents=True, exist_ok=True)
-        self._lock = (self.root.parent / f".{self.root.name}.lock").open("w")
+        try:
+            self.root.parent.mkdir(parents=True, exist_ok=True)
+            self._lock = (self.root.parent / f".{self.root.name}.lock").open("w")
+        except OSError as error:
+            raise Refused(f"{self.root}: cannot be written: {error.strerror or error}; name another place") from error
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the kernel lets go when a writer dies
         except OSError as error:

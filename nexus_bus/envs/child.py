@@ -12,6 +12,7 @@ import signal
 import socket
 import sys
 import time
+import traceback
 from pathlib import Path
 from typing import cast
 
@@ -29,9 +30,10 @@ from schemas.job import EnvironmentSpec
 
 
 class Child:
-    """All sessions of this process."""
+    """All sessions of this process. One that has `failed` to load what it is for says so to whatever is asked."""
 
-    def __init__(self) -> None:
+    def __init__(self, failed: Answer | None = None) -> None:
+        self.failed = failed
         self.sessions: dict[int, Session] = {}
 
     def serve(self, channel: socket.socket) -> None:
@@ -43,24 +45,27 @@ class Child:
                 encoder.encode_into(self.answer(request), frame, LENGTH.size)  # behind its length: pictures are copied once
                 LENGTH.pack_into(frame, 0, len(frame) - LENGTH.size)
                 channel.sendall(frame)
-        for session in self.sessions.values():
-            session.close()
+        for number in list(self.sessions):
+            self._close(number)
 
     def answer(self, request: Request) -> Answer:
         """Do what is asked; a fault closes its session, a refusal does not."""
+        if self.failed is not None:
+            return self.failed
         try:
             return self._handle(request)
         except NexusError as error:
             if isinstance(error, EnvironmentFault):
                 self._close(request.session)
             return Answer(code=error.code, message=str(error))
-        except Exception as error:  # noqa: BLE001 - the other sessions of this child must go on
+        except (Exception, SystemExit, KeyboardInterrupt) as error:  # noqa: BLE001 - other sessions go on
             self._close(request.session)
             return Answer(code=EnvironmentFault.code, message=f"{request.op}: {type(error).__name__}: {error}")
 
     def _close(self, session: int) -> None:
         if session in self.sessions:
-            self.sessions.pop(session).close()
+            with contextlib.suppress(Exception):  # it is over either way, and the other sessions of this child must go on
+                self.sessions.pop(session).close()
 
     def _handle(self, request: Request) -> Answer:
         match request.op:
@@ -137,6 +142,20 @@ def _reply(session: Session, stepped: Stepped, encoding: Encoding) -> SessionRep
     )
 
 
+def _load(target: str) -> Answer | None:
+    """What goes wrong with somebody's own code is told in one line, with the place; a traceback's last line may be anything."""
+    try:
+        importlib.import_module("nexus_bus.envs.own").register(target)
+    except NexusError as error:
+        return Answer(code=error.code, message=str(error))
+    except (Exception, SystemExit, KeyboardInterrupt) as error:  # noqa: BLE001 - it is answered
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        what = " ".join(f"{type(error).__name__}: {error}".split())
+        text = f"--env {target}: {what} ({place.filename}, line {place.lineno}, in {place.name})"
+        return Answer(code=EnvironmentFault.code, message=text)
+    return None
+
+
 def _die_with(parent: int) -> None:
     """Be killed when the parent ends, even while wedged inside a simulator (Linux; elsewhere the closed socket has to do)."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
@@ -156,9 +175,7 @@ def main() -> None:
     faulthandler.enable()  # a crash in native code says where, and the parent repeats the last line
     channel = socket.socket(fileno=int(descriptor))
     channel.set_inheritable(False)  # a process that a simulator starts must not keep it open
-    if own:
-        importlib.import_module("nexus_bus.envs.own").register(own[0])
-    Child().serve(channel)
+    Child(_load(own[0]) if own else None).serve(channel)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ LeRobot's conventions are taken as they are: pictures are the observation's "pix
 
 import functools
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import gymnasium
@@ -90,7 +91,10 @@ def pictures(env: Any, observation: Any) -> dict[str, np.ndarray]:
     """What it shows now, by camera, HWC uint8. Raises BadJob where there is no picture."""
     found = observation.get("pixels") if isinstance(observation, Mapping) else None
     if found is None:
-        found = env.render()
+        with suppress(NotImplementedError):
+            found = env.render()
+    if found is None:
+        raise BadJob("environment.task: it shows no picture: give observation['pixels'], or render() with rgb_array")
     named = dict(found) if isinstance(found, Mapping) else {CAMERA: found}
     for name, picture in named.items():
         named[name] = np.asarray(picture)

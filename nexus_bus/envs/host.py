@@ -250,7 +250,9 @@ class SimulatorHost:
             self._watchdog = None
         if self._queue:
             head = self._queue[0]
-            text = f"simulator gave no answer to {head.what} within {head.limit:g} s and was killed"
+            which = " (call_timeout_s)" if head.limit == self._call_timeout else ""
+            did_not = "was not loaded" if head.what == "ping" else f"gave no answer to {head.what}"
+            text = f"simulator {did_not} within {head.limit:g} s{which} and was killed"
             self._watchdog = asyncio.get_running_loop().call_later(head.limit, self._expire, text)
 
     def _expire(self, text: str) -> None:

@@ -21,6 +21,7 @@ STATE = 1024  # numbers of a state
 CAMERAS, SIDE = 8, 2048  # of an observation, and pixels of one
 PIXELS = 4 << 20  # of all cameras: a forward unfolds those of its whole group
 SENTENCE = 400  # characters of an instruction
+SHOWN = 8  # tasks in an error
 CALL_S = 3600.0  # that a simulator may say it worked on one call
 VARIES = "a tenant's own environment, a robot perhaps: whether it repeats itself was not checked"
 SUCCESS = "info['is_success'] or info['success']"
@@ -98,6 +99,18 @@ def _wrong(task: OwnTask) -> Iterator[str]:
             yield f"observation.cameras: {camera[:100]!r} of {height} x {width}; at most {SIDE} pixels a side"
     if (pixels := sum(height * width for height, width, _ in seen.cameras.values())) > PIXELS:
         yield f"observation.cameras: {pixels} pixels in all; at most {PIXELS}"
+
+
+def unlike(offer: OwnOffer, other: OwnOffer) -> str:
+    """In what two workers of one environment differ, so that what fits one does not fit the other; empty if in nothing."""
+    if offer.tasks.keys() != other.tasks.keys():
+        return f"tasks: {sorted(offer.tasks)[:SHOWN]} here, {sorted(other.tasks)[:SHOWN]} there"
+    for name, task in offer.tasks.items():
+        for field in ("action", "observation", "max_steps"):
+            here, there = getattr(task, field), getattr(other.tasks[name], field)
+            if here != there:
+                return f"tasks.{name}.{field}: {str(here)[:SENTENCE]} here, {str(there)[:SENTENCE]} there"
+    return ""
 
 
 def amiss(reply: SessionReply, call: SessionCall, seen: ObservationSpec) -> str:

@@ -141,6 +141,11 @@ def _limit(env: Any) -> int:
 
 
 def _measure(task: str, env: Any) -> tuple[ActionSpec, ObservationSpec]:
-    observation, _ = env.reset(seed=0)
-    cameras: Any = {name: picture.shape for name, picture in pictures(env, observation).items()}
-    return action_of(env, task), ObservationSpec(cameras=cameras, state_size=vector(observation).size)
+    action, began = action_of(env, task), env.reset(seed=0)  # what cannot be served does not move a robot first
+    if not isinstance(began, tuple) or len(began) != 2:
+        raise BadJob(f"--env: reset() of {task} gave {type(began).__name__}, expected Gymnasium's (observation, info)")
+    cameras: Any = {name: picture.shape for name, picture in pictures(env, began[0]).items()}
+    state = vector(began[0])
+    if not np.isfinite(state).all():
+        raise BadJob(f"--env: the state after reset() of {task} is {state.tolist()}, expected finite numbers")
+    return action, ObservationSpec(cameras=cameras, state_size=state.size)

@@ -13,7 +13,8 @@ from nexus_bus.clock import derive_seed
 from nexus_bus.envs import catalog
 from nexus_bus.envs.simulator import Moment, Numbered, Observed
 from nexus_bus.envs.stepped import Stepped, termination, transition, truncation
-from nexus_bus.errors import BadMessage, ContractError, EnvironmentFault, NexusError
+from nexus_bus.errors import BadJob, BadMessage, ContractError, EnvironmentFault, NexusError
+from schemas.base import Count
 from schemas.environment import EndReason
 from schemas.job import MAX_HORIZON, EnvironmentSpec
 
@@ -22,7 +23,7 @@ __all__ = ["Observed", "Session", "Stepped"]
 
 class _Saved(msgspec.Struct):
     environment: str
-    steps: int
+    steps: Count
     end: EndReason
     simulator: bytes
 
@@ -159,7 +160,9 @@ class Session:
 
 
 class _faults:  # noqa: N801 - reads as the statement it is
-    """Anything a simulator raises by accident becomes an EnvironmentFault; what we raise on purpose passes."""
+    """Anything a simulator raises by accident becomes an EnvironmentFault; what we raise on purpose passes, but for
+    what is held against the job once it is open: it fitted then, and a camera that fails later is the simulator's fault.
+    """
 
     def __init__(self, call: str) -> None:
         self.call = call
@@ -168,5 +171,7 @@ class _faults:  # noqa: N801 - reads as the statement it is
         return None
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, BadJob) and self.call != "open":
+            raise EnvironmentFault(f"{self.call}: {error}") from error
         if isinstance(error, Exception) and not isinstance(error, NexusError):
             raise EnvironmentFault(f"{self.call}: {type(error).__name__}: {error}") from error

@@ -150,6 +150,21 @@ async def test_a_worker_that_left_makes_room_and_one_that_never_was_takes_none(
     assert (await acme.ask("env.offer", offer(worker="c")))[0] == ""
 
 
+async def test_two_that_differ_under_one_name_are_not_both_served(acme: Tenant) -> None:
+    """A job is planned for one of them, and its episodes would go to either."""
+    wider = TASK | {"action": {"size": 3, "low": [0.0] * 3, "high": [1.0] * 3}}
+    for tasks, said in (({"door": wider}, "tasks.door.action: "), ({"lid": TASK}, "tasks: ['lid'] here, ['door'] there")):
+        code, text = await acme.ask("env.offer", offer(worker="other", tasks=tasks))
+        assert code == "unavailable", "the other one may have just left"
+        assert said in text
+        assert "robot serves own-arm as well" in text
+        assert "(--as NAME)" in text
+    assert (await acme.ask("env.offer", offer(worker="other")))[0] == "", "of the same there may be many"
+    assert (await acme.ask("env.offer", offer(worker="third", environment="own-lid", tasks={"lid": TASK})))[0] == ""
+    await acme.ask("env.offer", offer(worker="other", sessions=0))
+    assert (await acme.ask("env.offer", offer(tasks={"door": wider})))[0] == "", "and one may come back as another"
+
+
 @pytest.mark.parametrize(
     ("fields", "said"),
     [

@@ -10,6 +10,7 @@ import threading
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -103,6 +104,22 @@ async def test_a_push_that_was_broken_off_goes_on_where_it_was(
     assert begun >= unfinished.sent
     assert content(root / "acme/demo") == content(source)
     assert await acme.unfinished_datasets() == []
+
+
+async def test_the_same_push_from_two_machines_ends_well_on_both(
+    acme: Client, served: environment.Environment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, slower, send = make(tmp_path / "demo"), acme.for_tenant("acme"), Client._send
+
+    async def late(self: Client, *what: Any) -> None:
+        """Sends its pieces once the other one is done."""
+        if self is slower:
+            await acme.push_dataset(source)
+        await send(self, *what)
+
+    monkeypatch.setattr(Client, "_send", late)
+    pushed = await slower.push_dataset(source)
+    assert await acme.datasets() == [pushed]
 
 
 async def test_the_worker_is_killed_in_the_middle_and_the_push_goes_on_with_the_next(

@@ -4,6 +4,7 @@ import asyncio
 import base64
 import signal
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,13 @@ from tenancy import raw, written
 from nexus_bus.bridge import Bridge
 from nexus_bus.bus import Bus, EmbeddedServer
 from nexus_bus.bus.authority import PROVIDER_FILE
+from nexus_bus.errors import Refused
 from nexus_bus.tenants import tenants_of
 from nexus_bus.worker import Context, Pulse
 from schemas.control import Ack
-from schemas.environment import OwnAnswer
+from schemas.environment import OwnAnswer, SessionCall, SessionStep
 from tests.conftest import Eventually
+from tests.own_worker import ARM as ARM_FOLDER
 from tests.own_worker import own_worker
 from workers.gateway import Gateway
 
@@ -59,6 +62,13 @@ class Tenant:
             replies.append(await self.step(lease["session"], chunk))
         await self.call(lease["session"], "close")
         return replies
+
+
+@asynccontextmanager
+async def acme_bus(acme: Tenant) -> AsyncIterator[Bus]:
+    bus = await Bus.connect(acme.url, name="client", creds=acme.creds)
+    yield bus
+    await bus.close()
 
 
 @pytest.fixture
@@ -118,6 +128,30 @@ async def test_it_holds_as_many_sessions_as_it_was_started_with(acme: Tenant) ->
         assert over["code"] == "not_found"
 
 
+async def test_a_robot_that_can_be_opened_once_is_waited_for_whatever_was_asked_for(acme: Tenant, tmp_path: Path) -> None:
+    (tmp_path / "port.py").write_text(
+        "from two_joint_arm import Arm\ntaken = []\n\n\ndef make():\n    if taken:\n"
+        "        raise OSError('the port is taken')\n    taken.append(1)\n    return Arm()\n"
+    )
+    path = {"PYTHONPATH": f"{tmp_path}:{ARM_FOLDER}"}
+    async with own_worker(acme.url, acme.creds, "--sessions", "4", target="port:make", variables=path):
+        first = await acme.ask("env.open", environment=ARM)
+        second = await acme.ask("env.open", environment=ARM)
+        assert second["code"] == "unavailable", "it costs an episode no attempt"
+        assert "holds 1 sessions and could make no other: open: OSError: the port is taken" in second["error"]
+        assert (await acme.call(first["session"], "reset"))["observation"]
+
+
+async def test_what_is_larger_than_the_account_may_send_is_refused_at_once(acme: Tenant) -> None:
+    async with acme_bus(acme) as bus:
+        limit = bus.client.max_payload
+        assert limit < 8 << 20, "the account's, not the server's"
+        step = SessionStep(session="s", call=SessionCall(op="restore", state=bytes(limit)))
+        with pytest.raises(Refused, match=f"env.call: larger than the {limit} bytes that may be sent"):
+            await bus.request("api.env.call", step, timeout=60, tenant="acme")
+        assert bus.up.is_set(), "it cost the connection nothing"
+
+
 async def test_one_that_is_killed_in_a_call_is_missed_at_once_and_another_takes_over(acme: Tenant) -> None:
     async with own_worker(acme.url, acme.creds) as dying:
         held = (await acme.ask("env.open", environment=ARM))["session"]
@@ -162,19 +196,25 @@ async def test_answers_find_their_way_whichever_gateway_they_come_to(
 
 
 @pytest.mark.parametrize(
-    ("target", "said"),
+    ("target", "code", "said"),
     [
-        ("nowhere:make_env", "No module named 'nowhere'; give module:callable, found from the working directory"),
-        ("two_joint_arm:make", "has no attribute 'make'"),
-        ("two_joint_arm:np", "is not a callable object"),
+        ("nowhere:make_env", 2, "No module named 'nowhere'; give module:callable, found from the working directory"),
+        ("two_joint_arm:make", 2, "has no attribute 'make'"),
+        ("two_joint_arm:np", 1, "is not a callable object"),
     ],
 )
-async def test_what_cannot_be_served_ends_the_worker_with_a_reason(acme: Tenant, target: str, said: str) -> None:
+async def test_what_cannot_be_served_ends_the_worker_with_a_reason(acme: Tenant, target: str, code: int, said: str) -> None:
     async with own_worker(acme.url, acme.creds, target=target, serves=False) as process:
-        assert await asyncio.wait_for(process.wait(), 60) == 1
+        assert await asyncio.wait_for(process.wait(), 60) == code
     log = acme.creds.with_suffix(".log").read_text()
     assert said in log
     assert "Traceback" not in log
+
+
+async def test_a_name_that_is_none_is_refused_at_once(acme: Tenant) -> None:
+    async with own_worker(acme.url, acme.creds, "--as", "Arm", serves=False) as process:
+        assert await asyncio.wait_for(process.wait(), 60) == 2
+    assert "--as: 'Arm' is not a name" in acme.creds.with_suffix(".log").read_text()
 
 
 async def test_the_providers_credentials_serve_nobody(acme: Tenant, server: EmbeddedServer) -> None:

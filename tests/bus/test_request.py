@@ -9,7 +9,7 @@ from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
 
 from nexus_bus.bus import Bus, EmbeddedServer, Incoming
-from nexus_bus.errors import BadMessage, Conflict, EnvironmentFault, NexusError, Unavailable
+from nexus_bus.errors import BadMessage, Conflict, EnvironmentFault, NexusError, Refused, Unavailable
 from schemas.control import Ack, Heartbeat, ProcessOrder
 from schemas.environment import SessionCall, SessionReply
 from schemas.inference import InferenceReply
@@ -49,6 +49,15 @@ async def test_a_bug_in_a_handler_crosses_as_an_id_and_not_as_a_traceback(bus: B
 
     await bus.serve("host.order", handler, host="h1")
     with pytest.raises(NexusError, match=r"^internal error [0-9a-f]{12} of test; see its log$"):
+        await bus.request("host.order", ORDER, host="h1")
+
+
+async def test_an_answer_that_is_larger_than_may_be_sent_is_said_to_be(bus: Bus) -> None:
+    async def handler(_: ProcessOrder, __: Incoming) -> Ack:
+        return Ack(error="x" * (bus.client.max_payload + 1))
+
+    await bus.serve("host.order", handler, host="h1")
+    with pytest.raises(Refused, match=r"the answer to host\.order\.h1: larger than the \d+ bytes that may be sent"):
         await bus.request("host.order", ORDER, host="h1")
 
 

@@ -55,7 +55,15 @@ def test_last_words_are_the_last_error_of_this_process(tmp_path: Path):
     assert last_words(log, since) == "loss is nan"
     with log.open("a") as file:
         file.write("Fatal Python error: Segmentation fault\n" + "x" * 5000 + "\n\n")
-    assert last_words(log, since) == "x" * LONGEST
+    assert last_words(log, since) == "Fatal Python error: Segmentation fault", "not what the interpreter lists below it"
+    with log.open("a") as file:
+        file.write(
+            'Fatal Python error: Aborted\n\nCurrent thread 0x1 (most recent call first):\n  File "arm.py", line 3 in drive\n'
+        )
+        file.write('  File "child.py", line 9 in main\n\nExtension modules: msgspec._core, numpy.random.mtrand\n')
+    assert last_words(log, since) == 'Fatal Python error: Aborted, File "arm.py", line 3 in drive'
+    log.write_text("x" * 5000 + "\n\n")
+    assert last_words(log) == "x" * LONGEST
     assert last_words(tmp_path / "nowhere.log") == ""
 
 

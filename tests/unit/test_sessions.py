@@ -31,6 +31,8 @@ class Host:
         if call.op == "render":
             self.alive = False
             raise EnvironmentFault("it died")
+        if call.op == "save":
+            raise EnvironmentFault("its session was closed")
         return SessionReply()
 
     async def stop(self) -> None:
@@ -87,6 +89,18 @@ async def test_a_process_that_dies_takes_only_its_own_sessions_along_and_is_repl
     await asyncio.gather(*(rig.open() for _ in range(2)))
     assert [host.opened for host in rig.hosts] == [2, 2, 2]
     assert sorted(process.load for process in rig.sessions.running["acme", "tabletop"]) == [2, 2]
+
+
+async def test_a_fault_of_one_session_frees_its_place_and_leaves_the_others_of_its_process() -> None:
+    rig = Rig(processes=1, limit=2)
+    failed, other = await rig.open(), await rig.open()
+    with pytest.raises(EnvironmentFault, match="was closed"):
+        await rig.sessions.call(failed, SessionCall(op="save"))
+    assert list(rig.sessions.held) == [other]
+    with pytest.raises(EnvironmentFault, match="gone; open another"):
+        await rig.sessions.call(failed, SessionCall(op="close"))
+    await rig.open()
+    assert rig.hosts[0].opened == 3, "what failed is not handed out again"
 
 
 async def test_a_session_that_was_closed_is_kept_warm_and_counts_for_nothing() -> None:

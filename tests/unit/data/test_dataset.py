@@ -17,7 +17,7 @@ from nexus_bus.data import film_writer, layout_v30
 from nexus_bus.data import writer as writer_module
 from nexus_bus.data.reader import Dataset
 from nexus_bus.data.writer import DatasetWriter
-from nexus_bus.errors import BadMessage, Conflict, ContractError, NotFound
+from nexus_bus.errors import BadMessage, Conflict, ContractError, NotFound, Refused
 
 RNG = np.random.default_rng(0)
 LENGTHS = (5, 8, 3)
@@ -267,6 +267,19 @@ def test_datasets_that_contradict_themselves_are_refused(root: Path, changes: di
     _edit(root, "meta/info.json", **changes)
     with pytest.raises(BadMessage, match=text):
         Dataset(root)
+
+
+@pytest.mark.parametrize("name", ["meta/tasks.parquet", "meta/episodes/chunk-000/file-000.parquet"])
+def test_a_table_that_cannot_be_read_is_named(root: Path, name: str) -> None:
+    (root / name).write_bytes((root / name).read_bytes()[:300])
+    with pytest.raises(BadMessage, match=f"{name} cannot be read: "):
+        Dataset(root)
+
+
+def test_a_place_where_nothing_can_be_written_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(Refused, match=r"file/demo: cannot be written: .*; name another place"):
+        DatasetWriter(tmp_path / "file/demo", 10, {}, "test")
 
 
 def test_a_truncated_file_is_refused(root: Path) -> None:

@@ -84,7 +84,8 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> type[Fake]:
     return Fresh
 
 
-MISDEEDS = ("none", "segfault", "hang", "memory", "prints", "asks", "raises", "exits", "forks", "hires", "nan")
+MISDEEDS = ("none", "segfault", "hang", "memory", "prints", "asks", "raises", "exits", "forks", "hires", "nan", "leaves",
+            "stuck", "grey")  # fmt: skip
 
 
 class Unruly(gymnasium.Env[Any, Any]):
@@ -163,6 +164,45 @@ class Unruly(gymnasium.Env[Any, Any]):
     def nan(self) -> None:
         self.look = self.look
         self.count = float("nan")  # type: ignore[assignment]
+
+    def leaves(self) -> None:
+        sys.exit(5)
+
+    def stuck(self) -> None:
+        """From now on it cannot be closed."""
+        self.close = self.raises
+
+    def grey(self) -> None:
+        self.look = self.look[..., 0]
+
+
+def make_nothing() -> None:
+    """Forgets to return what it made."""
+
+
+def make_unplugged() -> Unruly:
+    raise OSError("no arm\non port 7")
+
+
+def make_leaves() -> Unruly:
+    sys.exit(3)
+
+
+def make_unseeing() -> Unruly:
+    class Unseeing(Unruly):
+        def _seen(self) -> dict[str, Any]:
+            self.count = float("nan")  # type: ignore[assignment]
+            return super()._seen()
+
+    return Unseeing()
+
+
+def make_ancient() -> Unruly:
+    class Ancient(Unruly):
+        def reset(self, **options: Any) -> Any:
+            return super().reset(**options)[0]
+
+    return Ancient()
 
 
 def make_unruly() -> Unruly:

@@ -2,6 +2,7 @@
 
 import sys
 
+import msgspec
 import numpy as np
 import pytest
 from fake_simulator import SPEC, Fake
@@ -125,6 +126,9 @@ def test_what_the_simulator_cannot_do_is_told(fake: type[Fake]) -> None:
         session.save()
     with pytest.raises(BadMessage, match="not a saved session"):
         session.restore(b"\x00rubbish")
+    before = {"environment": session._kind(), "steps": -5, "end": "running", "simulator": b""}
+    with pytest.raises(BadMessage, match=r"not a saved session: Expected `int` >= 0 - at `\$\.steps`"):
+        session.restore(msgspec.msgpack.encode(before))
 
 
 def test_an_environment_whose_package_is_missing_says_how_to_install_it(

@@ -209,10 +209,47 @@ async def test_an_env_hub_of_vectors_gives_a_task_for_each() -> None:
     await host.stop()
 
 
-@pytest.mark.parametrize("target", ["nowhere:make", "fake_simulator:nothing"])
-async def test_what_cannot_be_loaded_is_told(target: str) -> None:
-    with pytest.raises(EnvironmentFault, match=r"give module:callable"):
+@pytest.mark.parametrize(
+    ("target", "kind", "said"),
+    [
+        ("nowhere:make", NotFound, r"No module named 'nowhere'; give module:callable"),
+        ("fake_simulator:nothing", NotFound, r"has no attribute 'nothing'; give module:callable"),
+        ("fake_simulator:make_nothing", BadJob, r"^--env: it gave NoneType, expected a Gymnasium environment"),
+        (
+            "fake_simulator:make_unplugged",
+            EnvironmentFault,
+            r"OSError: no arm on port 7 \(.*fake_simulator.py, line \d+, in make_",
+        ),
+        ("fake_simulator:make_leaves", EnvironmentFault, r"--env fake_simulator:make_leaves: SystemExit: 3 \("),
+        ("fake_simulator:make_unseeing", BadJob, r"^--env: the state after reset\(\) of default is \[nan, 0\.5\]"),
+        (
+            "fake_simulator:make_ancient",
+            BadJob,
+            r"^--env: reset\(\) of default gave dict, expected Gymnasium's \(observation, info",
+        ),
+    ],
+)
+async def test_what_cannot_be_loaded_is_told_in_one_line(target: str, kind: type[Exception], said: str) -> None:
+    with pytest.raises(kind, match=said) as caught:
         await SimulatorHost.start(own=target)
+    assert "\n" not in str(caught.value)
+
+
+async def test_a_session_that_fails_and_cannot_be_closed_leaves_the_others(host: tuple[SimulatorHost, int]) -> None:
+    one, first = host
+    second = await one.open(SPEC)
+    await one.call(second, SessionCall(op="reset"))
+    for misdeed, said in (("leaves", "SystemExit: 5"), ("raises", "joint left the room")):
+        failing = await one.open(SPEC)
+        await one.call(failing, SessionCall(op="reset"))
+        await one.call(failing, doing("stuck"))
+        assert said in await fault_of(one, failing, misdeed)
+    assert (await one.call(first, doing("none"))).steps == 1
+    assert one.alive
+
+
+async def test_a_camera_that_fails_is_a_fault_and_not_the_jobs_mistake(host: tuple[SimulatorHost, int]) -> None:
+    assert "expected uint8" in await fault_of(*host, "grey")
 
 
 def test_what_cannot_be_served_is_refused() -> None:
