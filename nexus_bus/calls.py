@@ -50,6 +50,7 @@ from schemas.tenant import TenantRecord
 AT_ONCE = 2  # weights fetched side by side: they may be large
 FOLLOWED = 64  # tenants
 LOOKS, LOOK_S = 150, 0.02  # for what is on record to be summed up
+NEWS_LOOKS = 50  # for what was heard to be stored
 KEPT_BYTES = 256 << 20  # of weights that are being read, kept between two pieces
 
 
@@ -190,17 +191,19 @@ class Reads:
 
         listening = await self.bus.listen(on, heard) if query.wait_s else None
         try:
+            looks = 0  # what was heard may not be stored yet
             while True:
+                news.clear()  # before the look: what comes meanwhile is looked for again
                 async with self.turns.of(incoming.tokens["tenant"]):
                     found = await page(self.bus, row, on, after=query.after, since=since, limit=query.limit)
                 left = ends - time.monotonic()
                 if found.messages or listening is None or left <= 0:
                     return found
-                news.clear()
                 try:
-                    await asyncio.wait_for(news.wait(), left)
+                    await asyncio.wait_for(news.wait(), min(left, LOOK_S) if looks else left)
+                    looks = NEWS_LOOKS
                 except TimeoutError:
-                    return found
+                    looks = max(0, looks - 1)
         finally:
             if listening is not None:
                 await listening.stop()

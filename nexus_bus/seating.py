@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import Any
 
 from nexus_bus import registry
-from nexus_bus.bus import reclaim_job
 from nexus_bus.errors import Conflict, Refused
 from nexus_bus.fair import gives_way, in_turns
 from nexus_bus.leases import Leases
@@ -119,8 +118,6 @@ class Seating:
             self.context.log.warning("slot taken by another while it was made ready", job=job, error=str(error))
             await self.leases.drop(tenant, job)
             return
-        if lease.epoch > 1:
-            await reclaim_job(self.context.bus, tenant, job)
         self.seats[key] = seat
         seat.receiver = asyncio.create_task(seat.receive(self.complete))
         self.context.log.info("slot taken", tenant=tenant, job=job, epoch=lease.epoch, learned=seat.learned)

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from nexus_bus import registry, telemetry, worker
-from nexus_bus.bus import Bus, Delivery, Done, Outcome, rollout_durable
+from nexus_bus.bus import Bus, Delivery, Done, Outcome, Retry, rollout_durable
 from nexus_bus.clock import now
 from nexus_bus.envs.offered import is_own
 from nexus_bus.errors import ContractError, EnvironmentFault, NexusError, Unavailable, from_code
@@ -35,6 +35,10 @@ from schemas.rollout import EpisodeResult, RolloutOrder, RolloutRecord, RolloutS
 from schemas.subjects import subject
 
 ROLE: Role = "rollout"
+
+# What is queued for a job that has ended, the master takes away, so nothing comes again; but for one that goes on this very
+# moment: its orders are there before its state says so.
+ENDED = Retry(0.5, "its job has ended")
 
 
 class _Over(Exception):
@@ -82,7 +86,7 @@ class Rollout:
         """Play one order to its end, and hand on what it gave. What it raises, the loop turns into another try (consume.py)."""
         order: RolloutOrder = delivery.message
         if await self._over(order):  # it may have waited here for a session
-            return Done()
+            return ENDED
         name = f"{order.job}/{order.purpose}/{order.batch}/{order.index}"
         self.context.pulse.busy += 1
         started = time.monotonic()
@@ -99,7 +103,7 @@ class Rollout:
                     await self._record(episode, order.purpose, simulator, time.monotonic() - started)
                 await self._report(episode, delivery.msg_id, simulator, time.monotonic() - started)
         except _Over:
-            return Done()
+            return ENDED
         except EnvironmentFault as fault:
             await self._retried(order, name, delivery.num_delivered, fault)
             raise

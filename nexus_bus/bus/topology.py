@@ -59,8 +59,9 @@ OBJECTS = {BLOBS: (4096 * MB, 0.0), PAYLOADS: (1024 * MB, 7 * DAY_S)}
 OUTGROWN = (("ROLLOUT", "rollout"), ("ROLLOUT", "environment"), ("JOBS", "master"))
 
 PATIENCE_S = 15.0
-# JetStream not ready; servers of a cluster not found yet; the name is being taken by another process this very moment
-NOT_YET = frozenset({10005, 10008, 10013, 10058})
+# JetStream not ready; servers of a cluster not found yet; files of a consumer of this name are being removed, or the name is
+# being taken by another process, this very moment
+NOT_YET = frozenset({10005, 10008, 10012, 10013, 10058})
 OTHERWISE = 10148  # a consumer of this name exists, and differs
 
 
@@ -265,16 +266,6 @@ def _of_workers(tenant: str) -> tuple[Durable, ...]:
 async def ensure_job(bus: "Bus", tenant: str, job: str) -> None:
     """A job's consumer of the Training Queue."""
     await ensure_durable(bus, training_durable(tenant, job))
-
-
-async def reclaim_job(bus: "Bus", tenant: str, job: str) -> None:
-    """Have everything that a job's last trainer held delivered again at once, not after its ack_wait.
-
-    Only for who has fenced that one off: should it still live, what it acknowledges is committed, and counts all the same.
-    """
-    durable = training_durable(tenant, job)
-    await bus.ask(f"$JS.API.CONSUMER.DELETE.{durable.stream}.{durable.name}")
-    await ensure_durable(bus, durable)
 
 
 async def remove_job(bus: "Bus", tenant: str, job: str) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 from msgspec import inspect
 
-TEXTS = ("acme", "pick@3", "a" * 64, "text", "2026-01-01T00:00:00Z", "U" + "A" * 55)
+TEXTS = ("acme", "pick@3", "a" * 64, "text", "2026-01-01T00:00:00Z", "U" + "A" * 55, "own-arm")
 
 
 def example(kind: type, *, full: bool) -> Any:

@@ -212,11 +212,11 @@ async def answers_that_lie(_siege: Siege, intruder: Attacker) -> str | None:
 async def errors_that_lie(siege: Siege, intruder: Attacker) -> str | None:
     robot = Robot(intruder.client)
     await robot.listen()
-    lease = await intruder.call("env.open", {"environment": OWN})
-    call = {"session": lease.content["session"], "call": {"op": "save"}}
     for code in ("denied", "error", "conflict", "unreadable", "bad_job", "", "x" * 60, "\x00", "503"):
+        robot.answer = robot.honest
+        lease = await intruder.call("env.open", {"environment": OWN})  # a fault ends its session
         robot.answer = lambda _, code=code: {"error": "no", "error_code": code}
-        answer = await intruder.pack("env.call", call)
+        answer = await intruder.pack("env.call", {"session": lease.content["session"], "call": {"op": "save"}})
         if answer.error != "environment_fault":
             return f"{code!r}: {answer}"
     for fields in ({"error": "x" * 50_000}, {"error": "x", "error_code": "y" * 5000}, {"reply": {"steps": -1}}):
@@ -228,7 +228,6 @@ async def errors_that_lie(siege: Siege, intruder: Attacker) -> str | None:
     await wire.say(f"PUB env.answer {len(large)}\r\n".encode() + large + b"\r\n")
     await wire.close()
     robot.answer = robot.honest
-    await _closed(intruder, [lease])
     return None
 
 

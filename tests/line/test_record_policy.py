@@ -58,9 +58,9 @@ async def test_a_policy_records_what_it_does_and_twice_the_same(client: Client, 
     assert {one.frame(episode.begin).instruction for episode in one.episodes} == {"touch the red block"}
 
     # The first episode is the one that an evaluation plays under this seed.
-    await client.evaluate("taped@1", TOUCH, evaluation=EvaluationSpec(episodes=1, seed=SEED), name="judged")
-    await ended(client, "judged")
-    (judged,) = await client.episodes("judged")
+    await client.evaluate("taped@1", TOUCH, evaluation=EvaluationSpec(episodes=1, seed=SEED), name="taped-score")
+    await ended(client, "taped-score")
+    (judged,) = await client.episodes("taped-score")
     first = one.episodes[0]
     successes = np.concatenate([columns["next.success"] for _, columns in one.numbers(["next.success"])])
     assert (first.end - first.begin, bool(successes[: first.end].any())) == (judged.length, judged.success)

@@ -12,6 +12,7 @@ from nexus_bus.envs import recipes
 from nexus_bus.envs.catalog import ENVIRONMENTS, describe
 from nexus_bus.envs.host import SimulatorHost
 from nexus_bus.envs.session import Session
+from nexus_bus.envs.wire import PROTOCOL
 from nexus_bus.errors import EnvironmentFault, NotFound, Unavailable
 from nexus_bus.tensors import decode_image, to_tensor
 from schemas.environment import SessionCall
@@ -102,7 +103,7 @@ async def test_the_child_runs_on_the_interpreter_of_its_environment(small_venv: 
 
 async def test_a_child_of_another_protocol_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nexus_bus.envs.host.PROTOCOL", 999)
-    with pytest.raises(EnvironmentFault, match="speaks protocol 2, this host 999"):
+    with pytest.raises(EnvironmentFault, match=f"speaks protocol {PROTOCOL}, this host 999"):
         await SimulatorHost.start()
 
 
