@@ -91,7 +91,7 @@ def pictures(env: Any, observation: Any) -> dict[str, np.ndarray]:
     """What it shows now, by camera, HWC uint8. Raises BadJob where there is no picture."""
     found = observation.get("pixels") if isinstance(observation, Mapping) else None
     if found is None:
-        with suppress(NotImplementedError):
+        with suppress(NotImplementedError):  # it does not draw, which is told below
             found = env.render()
     if found is None:
         raise BadJob("environment.task: it shows no picture: give observation['pixels'], or render() with rgb_array")
