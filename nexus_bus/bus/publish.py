@@ -27,7 +27,9 @@ RESEND_S = 2.0  # no answer for this long: send again
 PAUSE_S = 1.0  # between tries of what finds no room, after shorter ones; from then on the log says so
 INLINE_BYTES = 512 * 1024  # above it the payload travels by the object store
 WRONG_REVISION = frozenset({10071, 10164})
-FULL = frozenset({10077, 10023, 10047})  # queue of this subject full, stream full, no room on the server
+FULL = frozenset({10077, 10023, 10028, 10047})  # queue of this subject full, stream full, no room on the server
+UNDER_WAY = 10158  # of a cluster: an earlier try of ours, which the other servers have not confirmed yet
+LATER = 429  # too many at once; from here on the fault is the server's (5xx), and passes or is mended there
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,7 @@ _CONFIRMATION = msgspec.json.Decoder(_Confirmation)
 
 
 class _NotNowError(NexusError):
-    """No room, or nobody there, right now."""
+    """No room, nobody there, or not settled, right now."""
 
 
 class Publisher:
@@ -158,6 +160,8 @@ class Publisher:
 def _meaning(error: _ServerError) -> NexusError:
     if error.err_code in WRONG_REVISION:
         return Conflict(f"changed by somebody else first ({error.description})")
-    if error.err_code in FULL or error.code == 503:
+    if error.err_code in FULL:
         return _NotNowError(f"the queue is full ({error.description})")
+    if error.err_code == UNDER_WAY or error.code >= LATER:
+        return _NotNowError(f"the server cannot store it right now ({error.description})")
     return Refused(f"the server refused the message: {error.description} ({error.err_code})")

@@ -195,6 +195,24 @@ async def test_a_dead_node_at_a_time_loses_no_record_and_stores_none_twice(
     await eventually(empty, within=30)  # every acknowledgement counted
 
 
+async def test_what_is_sent_twice_at_once_is_stored_once_and_confirmed_twice(buses: list[Bus]) -> None:
+    """A cluster refuses an id that it is about to store. Who sends again because a server died hears that for a moment."""
+    record = msgspec.structs.replace(example(RolloutRecord, full=False), tenant="acme", job="touch")
+
+    async def twice(number: int) -> None:
+        name = f"touch/{number}"
+        sends = [
+            bus.publish("train.record", msgspec.structs.replace(record, id=name), msg_id=name, tenant="acme", job="touch")
+            for bus in (buses[0], buses[0], buses[1])
+        ]
+        done = await asyncio.gather(*sends)
+        assert len({each.seq for each in done}) == 1
+        assert sorted(each.duplicate for each in done) == [False, True, True]
+
+    await asyncio.gather(*(twice(number) for number in range(64)))
+    assert (await stream(buses[0]))["state"]["messages"] == 64
+
+
 async def test_every_stream_is_on_all_nodes_and_who_asks_for_fewer_takes_none_away(buses: list[Bus]) -> None:
     names = [each.name for each in STREAMS] + [f"KV_{name}" for name in BUCKETS] + [f"OBJ_{name}" for name in OBJECTS]
     await ensure_topology(buses[1], replicas=1)  # a process whose settings were forgotten
