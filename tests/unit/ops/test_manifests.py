@@ -4,14 +4,11 @@ Nothing here is applied: there is no cluster and no container engine in a test. 
 they come from. What a kubelet would run in a container, the probes, is run here.
 """
 
-import functools
-import json
 import os
 import re
 import subprocess
 import time
 import tomllib
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,72 +17,28 @@ import msgspec
 import pytest
 import yaml
 
-from nexus_bus import config, host, worker
+from nexus_bus import config, host, pricing, worker
 from nexus_bus.bus.authority import PROVIDER_FILE
-from nexus_bus.bus.server import MAX_PAYLOAD, find_binary
+from nexus_bus.bus.server import MAX_PAYLOAD
+from nexus_bus.bus.tls import CA_FILE
 from nexus_bus.metrics import METRICS
-from ops.container import trust
-
-ROOT = Path(__file__).resolve().parents[3]
-OPS, SCHEMAS = ROOT / "ops", ROOT / "tests" / "data" / "schemas"
-KUBERNETES, COMPOSE = OPS / "kubernetes", OPS / "compose"
-FOLDERS = (KUBERNETES / "base", KUBERNETES / "autoscaled")
-WORKERS = sorted({*config.ROLES, "gateway"})
-
-KINDS = {
-    "Deployment": "io.k8s.api.apps.v1.Deployment",
-    "Service": "io.k8s.api.core.v1.Service",
-    "ConfigMap": "io.k8s.api.core.v1.ConfigMap",
-    "Namespace": "io.k8s.api.core.v1.Namespace",
-    "PersistentVolumeClaim": "io.k8s.api.core.v1.PersistentVolumeClaim",
-    "PodDisruptionBudget": "io.k8s.api.policy.v1.PodDisruptionBudget",
-    "ScaledObject": "ScaledObject",
-}
-
-
-@functools.cache
-def schema(name: str) -> dict[str, Any]:
-    return json.loads((SCHEMAS / name).read_text())
-
-
-def validate(manifest: Mapping[str, Any]) -> None:
-    """Raises jsonschema.ValidationError, or KeyError for a kind that nobody has a schema of."""
-    whole = schema("keda-2.json" if manifest["kind"] == "ScaledObject" else "kubernetes-1.34.json")
-    jsonschema.Draft202012Validator({"$ref": f"#/$defs/{KINDS[manifest['kind']]}", "$defs": whole["$defs"]}).validate(manifest)
-
-
-def manifests() -> Iterator[tuple[Path, dict[str, Any]]]:
-    for folder in FOLDERS:
-        for path in sorted(folder.glob("*.yaml")):
-            if path.name != "kustomization.yaml":
-                yield from ((path, document) for document in yaml.safe_load_all(path.read_text()))
-
-
-def of_kind(kind: str) -> dict[str, dict[str, Any]]:
-    """Manifests by name."""
-    return {document["metadata"]["name"]: document for _, document in manifests() if document["kind"] == kind}
-
-
-def pod(deployment: Mapping[str, Any]) -> dict[str, Any]:
-    return deployment["spec"]["template"]["spec"]
-
-
-def container(deployment: Mapping[str, Any]) -> dict[str, Any]:
-    (only,) = pod(deployment)["containers"]
-    return only
-
-
-def settings() -> dict[str, str]:
-    return of_kind("ConfigMap")["nexus-settings"]["data"]
-
-
-def compose(name: str = "compose.yaml") -> dict[str, Any]:
-    return yaml.safe_load((COMPOSE / name).read_text())
-
-
-def named(manifest: Mapping[str, Any]) -> str:
-    return f"{manifest['kind']}-{manifest['metadata']['name']}"
-
+from tests.unit.ops.manifests import (
+    COMPOSE,
+    FOLDERS,
+    OPS,
+    ROOT,
+    WORKERS,
+    compose,
+    container,
+    environments,
+    manifests,
+    nats_values,
+    of_kind,
+    pod,
+    schema,
+    settings,
+    validate,
+)
 
 # Schemas
 
@@ -131,7 +84,7 @@ def test_kustomize_takes_every_file_of_its_folder(folder: Path) -> None:
 
 def test_every_role_runs_and_nothing_else() -> None:
     assert set(of_kind("Deployment")) == {*WORKERS, "metrics"}
-    assert set(compose()["services"]) == {*WORKERS, "metrics", "nats", "authority"}
+    assert set(compose()["services"]) == {*WORKERS, "metrics", "nats", "authority", "operator"}
     assert set(compose("gpu.yaml")["services"]) <= set(compose()["services"])
 
 
@@ -151,6 +104,12 @@ def test_workers_differ_only_where_they_must() -> None:
         volumes = [volume for volume in spec["volumes"] if volume["name"] != "datasets"]
         shared[role] = spec | {"containers": [one], "volumes": volumes, "topologySpreadConstraints": None}
     assert [role for role in WORKERS if shared[role] != shared["rollout"]] == []
+
+
+def test_numbers_that_would_count_twice_are_told_by_one_alone() -> None:
+    for name in ("metrics", "health"):
+        assert of_kind("Deployment")[name]["spec"]["replicas"] == 1
+        assert of_kind("Deployment")[name]["spec"]["strategy"] == {"type": "Recreate"}
 
 
 @pytest.mark.parametrize("name", [*WORKERS, "metrics"])
@@ -181,20 +140,11 @@ def test_models_get_a_gpu(role: str) -> None:
 # Settings
 
 
-def environments() -> dict[str, dict[str, str]]:
-    """Where variables are given → variable → value."""
-    dockerfile = (OPS / "container" / "Dockerfile").read_text()
-    given = {"ConfigMap": settings(), "Dockerfile": dict(re.findall(r"(?:^ENV|^   ) (\w+)=(\S+)", dockerfile, re.MULTILINE))}
-    for name, service in compose()["services"].items():
-        given[f"compose {name}"] = service.get("environment", {})
-    for name, deployment in of_kind("Deployment").items():
-        given[f"Deployment {name}"] = {each["name"]: each.get("value", "") for each in container(deployment).get("env", [])}
-    return given
-
-
 def test_every_variable_named_is_a_setting() -> None:
     fields = {role: {field.name for field in msgspec.structs.fields(kind)} for role, kind in config.ROLES.items()}
-    known = {config.HOME, config.FILE} | {f"NEXUS_{name.upper()}" for names in fields.values() for name in names}
+    known = {config.HOME, config.FILE, config.AUTHORITY, config.CA, "NEXUS_TLS_NAMES"} | {
+        f"NEXUS_{name.upper()}" for names in fields.values() for name in names
+    }
     known |= {f"NEXUS_{role.upper()}_{name.upper()}" for role, names in fields.items() for name in names}
     given = {(where, name) for where, each in environments().items() for name in each if name.startswith("NEXUS_")}
     assert {(where, name) for where, name in given if name not in known} == set()
@@ -203,13 +153,14 @@ def test_every_variable_named_is_a_setting() -> None:
 
 @pytest.mark.parametrize("role", config.ROLES)
 @pytest.mark.parametrize("where", ["ConfigMap", "compose rollout"])
-def test_a_role_takes_the_settings(role: str, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_role_takes_the_settings(role: str, where: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in [name for name in os.environ if name.startswith("NEXUS_")]:
         monkeypatch.delenv(name)
     for name, value in environments()[where].items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setenv(config.FILE, str(settings_files(tmp_path)[where]))
     loaded = config.load(role).value
-    assert loaded.url == "nats://nats:4222"
+    assert loaded.url == "tls://nats:4222"
     assert loaded.alive_file
     assert loaded.replicas == (3 if where == "ConfigMap" else 1)
 
@@ -219,11 +170,34 @@ def test_credentials_lie_where_the_settings_say_and_are_in_no_manifest(name: str
     deployment = of_kind("Deployment")[name]
     (mount,) = [mount for mount in container(deployment)["volumeMounts"] if mount["name"] == "creds"]
     assert f"{mount['mountPath']}/{PROVIDER_FILE}" == settings()["NEXUS_CREDS"]
+    assert f"{mount['mountPath']}/{CA_FILE}" == settings()["NEXUS_CA"]
     assert mount["readOnly"]
     assert of_kind("Secret") == {}
     volumes = {volume["name"]: volume for volume in pod(deployment)["volumes"]}
     assert volumes["creds"]["secret"]["secretName"] == "nexus-creds"
     assert {mount["name"] for mount in container(deployment)["volumeMounts"]} == set(volumes)
+
+
+def settings_files(directory: Path) -> dict[str, Path]:
+    """The settings file that a role is given, in both."""
+    (directory / "nexus.toml").write_text(of_kind("ConfigMap")["nexus-config"]["data"]["nexus.toml"])
+    return {"ConfigMap": directory / "nexus.toml", "compose rollout": COMPOSE / "nexus.toml"}
+
+
+def test_everybody_knows_prices_so_that_budgets_of_money_count(tmp_path: Path) -> None:
+    loaded = [pricing.load(path) for path in settings_files(tmp_path).values()]
+    assert loaded[0] is not None
+    assert loaded[0] == loaded[1]
+    assert min(loaded[0].device_s, loaded[0].session_s, loaded[0].stored_gb_day) > 0
+    for name in [*WORKERS, "metrics"]:
+        deployment = of_kind("Deployment")[name]
+        (mount,) = [mount for mount in container(deployment)["volumeMounts"] if mount["name"] == "config"]
+        (volume,) = [volume for volume in pod(deployment)["volumes"] if volume["name"] == "config"]
+        assert f"{mount['mountPath']}/nexus.toml" == settings()["NEXUS_CONFIG"]
+        assert volume["configMap"]["name"] == "nexus-config"
+    for name in [*WORKERS, "metrics", "operator"]:
+        service = compose()["services"][name]
+        assert f"./nexus.toml:{service['environment']['NEXUS_CONFIG']}:ro" in service["volumes"]
 
 
 @pytest.mark.parametrize("probe", ["startupProbe", "readinessProbe", "livenessProbe"])
@@ -266,31 +240,12 @@ def test_an_autoscaler_reads_metrics_that_exist_and_sets_a_number_that_nobody_el
 # NATS, containers
 
 
-def nats_values() -> dict[str, Any]:
-    return yaml.safe_load((KUBERNETES / "nats" / "values.yaml").read_text())["config"]
-
-
 def test_nats_has_as_many_servers_as_streams_have_copies() -> None:
     values = nats_values()
-    assert values["cluster"] == {"enabled": True, "replicas": int(settings()["NEXUS_REPLICAS"])}
+    assert values["cluster"]["enabled"]
+    assert values["cluster"]["replicas"] == int(settings()["NEXUS_REPLICAS"])
     assert values["jetstream"]["fileStore"]["pvc"]["enabled"]
     assert values["merge"]["max_payload"] == f"<< {MAX_PAYLOAD >> 20}MB >>"
-
-
-def test_a_server_takes_the_trust_of_the_operator_in_both_forms(tmp_path: Path) -> None:
-    trust.write(tmp_path / "authority", tmp_path / "out")
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {"trust.conf", "trust.yaml", PROVIDER_FILE}
-    merged = yaml.safe_load((tmp_path / "out" / "trust.yaml").read_text())["config"]["merge"]
-    assert "operator.nk" not in json.dumps(merged)
-    resolver = nats_values()["resolver"]["merge"] | {"dir": str(tmp_path / "accounts")}
-    (tmp_path / "helm.json").write_text(json.dumps(merged | {"resolver": resolver}))
-    mounted = tmp_path / "trust"  # beside the configuration, as compose mounts it
-    mounted.mkdir()
-    (mounted / "trust.conf").write_text((tmp_path / "out" / "trust.conf").read_text().replace("/data/", f"{tmp_path}/data/"))
-    (tmp_path / "compose.conf").write_text((COMPOSE / "nats.conf").read_text().replace("/data/", f"{tmp_path}/data/"))
-    for name in ("helm.json", "compose.conf"):
-        done = subprocess.run([find_binary(), "-t", "-c", str(tmp_path / name)], capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr
 
 
 def test_what_compose_mounts_and_waits_for_exists() -> None:
@@ -314,7 +269,10 @@ def test_the_image_has_what_it_copies_installs_and_promises() -> None:
     assert kept == set(copied)
     extras = re.search(r'"\.\[([\w,]+)\]"', text)
     assert extras
-    assert set(extras[1].split(",")) <= project["optional-dependencies"].keys()
+    optional = project["optional-dependencies"]
+    assert set(extras[1].split(",")) <= optional.keys()
+    needs = " ".join(need for extra in extras[1].split(",") for need in optional[extra])
+    assert {name for name in ("cryptography", "prometheus-client", "torch", "mujoco") if name not in needs} == set()
     assert environments()["Dockerfile"].items() >= host.ENVIRONMENT.items()
     users = {str(pod(deployment)["securityContext"]["runAsUser"]) for deployment in of_kind("Deployment").values()}
     assert re.findall(r"^USER (\d+):", text, re.MULTILINE) == [*users]
