@@ -156,6 +156,7 @@ class Seat(Intake):
             records=(before.records if before else 0) + len(self.current),
             steps=(before.steps if before else 0) + (learned.steps if learned is not None else 0),
             group_sum=(before.group_sum if before else 0) + tenants * len(self.current),
+            commit=self.learned,
             time=now(),
         )
         self.lag_sum += self._lag
@@ -299,7 +300,7 @@ class Seat(Intake):
         if again:
             since = datetime.fromisoformat(used.time) - CLOCKS
             async for item in bus.tail("usage", since=since, follow=False, tenant=self.tenant, job=self.job):
-                if item.headers.get("Nats-Msg-Id") == msg_id:
+                if max(record.commit for record in (item.message, *item.message.earlier)) >= used.commit:
                     return
         await bus.publish("usage", used, msg_id=msg_id, tenant=self.tenant, job=self.job)
 

@@ -5,14 +5,16 @@ the same. Until it has caught up it says so, and nobody decides by half a sum.
 """
 
 import asyncio
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 
 from nexus_bus.bus import Bus
 from nexus_bus.errors import NexusError
+from nexus_bus.ledger import Span, Used
 from nexus_bus.pricing import Prices
 from schemas.usage import Usage
 
 BILLED = frozenset({"inference", "training"})  # kinds that device-seconds are about
+EVER: Span = datetime(1970, 1, 1, tzinfo=UTC), datetime(2262, 1, 1, tzinfo=UTC)
 EVERY = "*"  # job: all of a tenant's
 OVERLAP = timedelta(seconds=1)  # clocks of clients are coarser than the stream's
 
@@ -25,24 +27,20 @@ class Account:
         self.known = False  # whether all that was on record at the beginning is in it
         self.device_s = 0.0
         self.session_s = 0.0
-        self._gb_days = 0.0  # of what was stored, up to the last record of each job
-        self._kept: dict[str, tuple[int, datetime]] = {}  # job → bytes, since when
+        self._jobs: dict[str, Used] = {}
 
     def take(self, used: Usage) -> None:
         """One record."""
-        self.session_s += used.session_s
-        if used.kind in BILLED:
-            self.device_s += used.device_s
-        elif used.kind == "storage":
-            at = datetime.fromisoformat(used.time)
-            if (before := self._kept.get(used.job)) is not None:
-                self._gb_days += _gb_days(*before, at)
-            self._kept[used.job] = used.stored_bytes, at
+        own = self._jobs.setdefault(used.job, Used(lambda _: EVER))
+        device_s, session_s = _billed(own)
+        own.take(used)
+        after = _billed(own)
+        self.device_s += after[0] - device_s
+        self.session_s += after[1] - session_s
 
     def cost(self, prices: Prices, at: datetime) -> float:
         """Of all that was used up to a time, as `nexus usage` says it."""
-        stored = self._gb_days + sum(_gb_days(size, since, at) for size, since in self._kept.values())
-        return prices.cost(self.device_s, self.session_s, stored)
+        return prices.cost(self.device_s, self.session_s, sum(own.stored(at) for own in self._jobs.values()))
 
 
 class Spending:
@@ -81,5 +79,8 @@ class Spending:
             self._bus.log.warning("a budget cannot be followed", tenant=tenant, job=job, error=str(error))
 
 
-def _gb_days(size: int, since: datetime, until: datetime) -> float:
-    return size / 1e9 * max(0.0, (until - since).total_seconds()) / 86_400
+def _billed(own: Used) -> tuple[float, float]:
+    """Device-seconds and session-seconds."""
+    sums = own.sums
+    device_s = sum(one["device_s"] for (kind, _), one in sums.items() if kind in BILLED)
+    return device_s, sum(one["session_s"] for one in sums.values())

@@ -12,7 +12,7 @@ from schemas.evaluation import EvaluationEpisode, EvaluationFilm
 from schemas.events import Event
 from schemas.plan import JobState
 from schemas.policy import PolicyImport, PolicyVersion, TrainingState
-from schemas.tenant import TenantKey, TenantLimits, TenantPhase
+from schemas.tenant import ServiceTerms, TenantKey, TenantLimits, TenantPhase
 from schemas.usage import Audit, Usage
 
 PAGE = 200  # entries of one answer
@@ -180,6 +180,7 @@ class Account(Message, frozen=True, kw_only=True):
     tenant: Name
     phase: TenantPhase = "active"
     limits: TenantLimits = TenantLimits()
+    service: ServiceTerms | None = None  # what holds where a limit is not set; None: no master has said it yet
     keys: list[TenantKey] = []
     used: dict[str, float] = {}  # jobs, queued, slots, stored_bytes, device_s, money; what is known
     chunk_bytes: Positive = CHUNK_BYTES

@@ -9,6 +9,17 @@ from msgspec import Meta
 class Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A message on the bus. Unknown fields are ignored, so that an older reader survives a newer writer."""
 
+    def __repr__(self) -> str:
+        """As it travels, without what holds the default; bytes are counted: a picture's would fill the screen."""
+        shown: list[str] = []
+        for field in msgspec.structs.fields(self):
+            value = getattr(self, field.name)
+            default = field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory()
+            if value != default:
+                text = f"<{len(value):,} bytes>" if isinstance(value, bytes | bytearray | memoryview) else repr(value)
+                shown.append(f"{field.name}={text}")
+        return f"{type(self).__name__}({', '.join(shown)})"
+
 
 class Document(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """Part of a document a person writes. Unknown fields are refused, because there they are typing errors."""

@@ -90,6 +90,7 @@ class DatasetInfo(Message, frozen=True, kw_only=True):
     frames: Count = 0
     version: str = ""  # of the LeRobot format
     time: str  # since when it lies there
+    features: dict[str, list[Count]] = {}  # shapes of pictures [height, width, 3], state and action; empty: not known
 
 
 class DatasetCommitted(Message, frozen=True, kw_only=True):
@@ -101,6 +102,7 @@ class DatasetCommitted(Message, frozen=True, kw_only=True):
 class DatasetQuery(Message, frozen=True, kw_only=True):
     """A page of a tenant's datasets, by name; `after` is the `next` of the page before."""
 
+    dataset: Annotated[str, Meta(max_length=300)] = ""  # only this one, as a job names it: `public/NAME`, too
     after: Annotated[str, Meta(max_length=300)] = ""
     limit: Annotated[int, Meta(ge=1, le=DATASETS_PAGE)] = DATASETS_PAGE
 

@@ -63,6 +63,7 @@ class SessionReply(Message, frozen=True, kw_only=True):
     state: bytes = b""  # save: the whole episode, to go on with here or in another session
     steps: Count = 0  # environment steps since reset
     device_s: float = 0.0  # simulator seconds this call took
+    clipped: Annotated[float, Meta(ge=0, le=1)] = 0.0  # step: share of the executed components outside the bounds
 
 
 # What a tenant asks for itself, and what it serves with a simulator or robot of its own.
@@ -136,6 +137,31 @@ class OwnOffer(Message, frozen=True, kw_only=True):
     tasks: Annotated[dict[TaskName, OwnTask], Meta(min_length=1, max_length=MAX_TASKS)]
     simulator: Text  # name and versions, kept with every score
     success: Text = ""  # the rule
+
+
+class OwnQuery(Message, frozen=True, kw_only=True):
+    """A page of a tenant's own environments, by id; `after` is the `next` of the page before."""
+
+    after: Annotated[str, Meta(max_length=100)] = ""
+    limit: Annotated[int, Meta(ge=1, le=4)] = 4  # each may have many tasks
+
+
+class OwnFound(Message, frozen=True, kw_only=True):
+    """An environment of the tenant's own that is served right now."""
+
+    environment: str
+    workers: list[str]  # that serve it
+    sessions: Count  # that they hold at once
+    tasks: dict[str, str]  # with the instruction of each
+    max_steps: Positive  # of its longest task
+    simulator: str  # name and versions
+
+
+class OwnPage(Message, frozen=True, kw_only=True):
+    """Environments of the tenant's own, by id."""
+
+    environments: list[OwnFound]
+    next: str = ""  # empty: that was all
 
 
 class OwnAsk(Message, frozen=True, kw_only=True):

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from schemas.base import Count, Document, Message, Name, PolicyId, PolicyRef, Positive, Seconds, Seed
+from schemas.base import Count, Document, Message, Name, PolicyId, PolicyRef, Positive, Seconds, Seed, Sha256
 from schemas.environment import EndReason
 from schemas.job import MAX_HORIZON, EnvironmentSpec, EvaluationSpec, Scalar
 
@@ -31,6 +31,7 @@ class Protocol(Document, frozen=True, kw_only=True):
     success: Literal["any_step", "last_step"] = "any_step"  # last_step: it goes on after a success, and has to end in one
     image_size: Positive | None = None  # pixels
     orientation: Literal["upright", "flipped", "mirrored"] | None = None  # of the pictures
+    image_encoding: Literal["png", "jpeg", "raw"] = "png"  # on their way to the policy; jpeg changes them
     execute: Annotated[int, Meta(ge=1, le=MAX_HORIZON)] | None = None  # actions of a chunk that are executed
     options: dict[str, Scalar] = {}  # others of the environment
     simulator: Annotated[str, Meta(max_length=400)] = ""  # name and versions; another one is refused
@@ -86,6 +87,9 @@ class EvaluationEpisode(Message, frozen=True, kw_only=True):
     simulator: str  # name and versions, as the worker has them
     time: str  # RFC 3339, of its end
     film: str = ""  # name of its film; empty: none was kept
+    attempts: Positive = 1  # times it was handed out: more where a simulator failed, or the worker that played it
+    service: str = ""  # version of the service that played it
+    clipped: Annotated[float, Meta(ge=0, le=1)] = 0.0  # share of its actions' components outside the bounds: they were cut
 
 
 class EvaluationFilm(Message, frozen=True, kw_only=True):
@@ -117,15 +121,31 @@ class Summary(Message, frozen=True, kw_only=True):
     ends: dict[str, Count]  # by reason
 
 
+class EvaluatedPolicy(Message, frozen=True, kw_only=True):
+    """What a policy version is made of, by its hashes: whether two of one name are the same can be seen from outside."""
+
+    weights: Sha256  # of the action module
+    adapter: Sha256 | None  # of the adapter; None: it has none
+    backbone: str
+    backbone_fingerprint: str  # hash of its configuration and weights: what a revision stands for
+    contract: Sha256  # of the whole contract
+    statistics: str  # hash of what normalises states and actions
+    step: Count
+    created: str  # RFC 3339
+
+
 class Evaluated(Message, frozen=True, kw_only=True):
     """One policy version under the protocol, as far as it was played."""
 
     purpose: Purpose
     policy: PolicyId
+    version: EvaluatedPolicy | None = None  # None: it was not looked up
     planned: Count  # episodes
     overall: Summary
     tasks: dict[str, Summary]
     simulators: list[str]  # that played: one, unless it was replaced meanwhile
+    services: list[str] = []  # versions of the service that played
+    repeated: Count = 0  # episodes that were handed out more than once; each counts once
 
 
 class Comparison(Message, frozen=True, kw_only=True):

@@ -35,5 +35,6 @@ class InferenceReply(Message, frozen=True, kw_only=True):
     tenants: int = 0  # tenants in it
     queue_s: float = 0.0
     device_s: float = 0.0  # this request's share
+    clipped: Annotated[float, Meta(ge=0, le=1)] = 0.0  # share of the chunk's components that lay outside the bounds
     error: str = ""
     error_code: str = ""

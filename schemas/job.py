@@ -70,23 +70,25 @@ class Sft(Document, frozen=True, kw_only=True, tag="sft", tag_field="name"):
 
 
 class Ppo(Document, frozen=True, kw_only=True, tag="ppo", tag_field="name"):
-    """Proximal policy optimisation, Gaussian around the `oft` head. Defaults: see learning/algorithms/ppo.py."""
+    """Proximal policy optimisation, Gaussian around the `oft` head. Its defaults keep close to the policy it begins from:
+    `nexus_bus/learning/algorithms/ppo.py` says why.
+    """
 
-    learning_rate: Rate = 3e-4
+    learning_rate: Rate = 5e-5  # of the head; an adapter has the one of `[lora]`
     value_learning_rate: Rate = 1e-3
     weight_decay: Fraction = 0.0
     updates: Positive = 20  # policy versions to publish
     episodes_per_update: Annotated[int, Meta(ge=1, le=4096)] = 32
-    epochs: Annotated[int, Meta(ge=1, le=64)] = 4
+    epochs: Annotated[int, Meta(ge=1, le=64)] = 4  # at most so many passes over the episodes of an update: see target_kl
     minibatch: Positive = 64  # chunks per gradient step
-    gamma: Fraction = 0.99
+    gamma: Fraction = 0.99  # per chunk
     lam: Fraction = 0.95
-    clip: Fraction = 0.2
+    clip: Fraction = 0.2  # of the ratio of densities, of whole chunks
     value_clip: Annotated[float, Meta(gt=0)] = 0.2
     dual_clip: Annotated[float, Meta(gt=1)] = 3.0
     entropy: Annotated[float, Meta(ge=0, le=1)] = 0.0
-    init_log_std: Annotated[float, Meta(ge=-10, le=2)] = -1.0
-    target_kl: Annotated[float, Meta(gt=0)] | None = None  # stop the epochs of an update above this
+    init_log_std: Annotated[float, Meta(ge=-10, le=2)] = -0.7  # how far actions are varied to learn from, of a range of 2
+    target_kl: Annotated[float, Meta(gt=0)] | None = 0.1  # per chunk: an update that has gone further stops; null: none does
     grad_clip: Rate = 1.0
     value_warmup_updates: Annotated[int, Meta(ge=0)] = 0  # updates that train the value head alone
     staleness: Annotated[int, Meta(ge=0, le=8)] = 1  # policy versions that producers may lag behind

@@ -94,6 +94,7 @@ TABLE: tuple[SubjectEntry, ...] = (
     _call("env.describe", environment.EnvironmentQuery, environment.EnvironmentFound, "What a policy must fit."),
     _call("env.open", environment.SessionAsk, environment.SessionLease, "Lease an environment session."),
     _call("env.call", environment.SessionStep, environment.SessionReply, "One call on a session.", codec="msgpack"),
+    _call("env.list", environment.OwnQuery, environment.OwnPage, "Environments of one's own that are served right now."),
     _call("env.offer", environment.OwnOffer, control.Ack, "Serve an environment of one's own."),
     _call("env.answer", environment.OwnAnswer, control.Ack, "What its worker says when asked on `ask.>`.", codec="msgpack"),
     _call("data.begin", dataset.DatasetBegin, dataset.DatasetBegun, "A page of the files of a dataset that is to be sent."),

@@ -30,6 +30,14 @@ class TenantLimits(Message, frozen=True, kw_only=True):
     subscriptions: Annotated[int, Meta(ge=1, le=65536)] = 256
 
 
+class ServiceTerms(Message, frozen=True, kw_only=True):
+    """What holds where a tenant has no limit of its own, as a master says when it starts. Master → registry."""
+
+    jobs: Positive
+    queued: Positive
+    currency: str = ""  # of [prices]; empty: there are none, and a limit of money counts for nothing
+
+
 class TenantKey(Message, frozen=True, kw_only=True):
     """One key that may speak for a tenant. Its secret half was shown once and is not kept."""
 

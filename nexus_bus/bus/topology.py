@@ -33,6 +33,7 @@ class Stream:
     max_age_s: float = 0.0
     per_subject: int = -1  # messages of one tenant (or job) before that one alone is refused
     duplicates_s: float = 120.0  # how long a message id is remembered
+    rollup: bool = False  # whether a message may take the place of all others of its subject
 
 
 STREAMS: tuple[Stream, ...] = (
@@ -44,10 +45,10 @@ STREAMS: tuple[Stream, ...] = (
     Stream("EVENTS", work=False, max_bytes=256 * MB, max_age_s=30 * DAY_S, duplicates_s=600.0),
     Stream("EVALS", work=False, max_bytes=256 * MB, max_age_s=400 * DAY_S, duplicates_s=600.0),
     Stream("FILMS", work=False, max_bytes=512 * MB, max_age_s=30 * DAY_S, duplicates_s=600.0),
-    Stream("USAGE", work=False, max_bytes=128 * MB, max_age_s=400 * DAY_S, duplicates_s=600.0),
+    Stream("USAGE", work=False, max_bytes=256 * MB, max_age_s=400 * DAY_S, duplicates_s=600.0, rollup=True),
     Stream("AUDIT", work=False, max_bytes=256 * MB, max_age_s=400 * DAY_S),
     Stream("TRACES", work=False, max_bytes=256 * MB, max_age_s=DAY_S),
-    Stream("DEAD", work=False, max_bytes=128 * MB, max_age_s=30 * DAY_S, duplicates_s=600.0),
+    Stream("DEAD", work=False, max_bytes=1024 * MB, max_age_s=30 * DAY_S, duplicates_s=600.0),
 )
 OFFER_S = 15.0  # an offer that is not repeated is over
 # Bytes, and seconds until a value is forgotten that nobody wrote again.
@@ -60,8 +61,8 @@ OUTGROWN = (("ROLLOUT", "rollout"), ("ROLLOUT", "environment"), ("JOBS", "master
 
 PATIENCE_S = 15.0
 # JetStream not ready; servers of a cluster not found yet; files of a consumer of this name are being removed, or the name is
-# being taken by another process, this very moment
-NOT_YET = frozenset({10005, 10008, 10012, 10013, 10058})
+# being taken by another process, this very moment; another process changes the same stream
+NOT_YET = frozenset({10005, 10008, 10012, 10013, 10058, 10226})
 OTHERWISE = 10148  # a consumer of this name exists, and differs
 
 
@@ -90,7 +91,7 @@ def orders_durable(tenant: str) -> Durable:
 def inference_durable(tenant: str) -> Durable:
     """A tenant's own consumer of the Inference Queue. Asking is cheap to repeat, so a lost worker's share comes back soon."""
     filters = (subject("infer.request", tenant=tenant),)
-    return Durable("INFERENCE", f"infer-{tenant}", filters, ack_wait=3.0, max_ack_pending=1024)
+    return Durable("INFERENCE", f"infer-{tenant}", filters, ack_wait=2.0, max_ack_pending=1024)
 
 
 def rollout_durable(tenant: str, sessions: int | None = None) -> Durable:
@@ -98,20 +99,20 @@ def rollout_durable(tenant: str, sessions: int | None = None) -> Durable:
     the tenant to so many `sessions` at once: it delivers no more, however many workers ask.
     """
     filters = (_all_jobs("rollout.run", tenant),)
-    return Durable("ROLLOUT", f"rollout-{tenant}", filters, ack_wait=3.0, max_ack_pending=sessions or 1024, max_deliver=8)
+    return Durable("ROLLOUT", f"rollout-{tenant}", filters, ack_wait=2.0, max_ack_pending=sessions or 1024, max_deliver=8)
 
 
 def own_durable(tenant: str, environment: str, sessions: int) -> Durable:
     """A consumer of orders to play in one environment of a tenant's own, of which there are so many `sessions`."""
     filters = (subject("rollout.own", tenant=tenant, environment=environment, job="_").removesuffix("_") + "*",)
     name = f"own-{tenant}={environment}"  # no name has a `=`
-    return Durable("ROLLOUT", name, filters, ack_wait=3.0, max_ack_pending=sessions, max_deliver=8)
+    return Durable("ROLLOUT", name, filters, ack_wait=2.0, max_ack_pending=sessions, max_deliver=8)
 
 
 def data_durable(tenant: str) -> Durable:
     """A tenant's own consumer of orders to prepare datasets, and to feed batches from them."""
     filters = tuple(_all_jobs(name, tenant) for name in ("env.prepare", "env.feed"))
-    return Durable("ROLLOUT", f"data-{tenant}", filters, ack_wait=6.0, max_ack_pending=64)
+    return Durable("ROLLOUT", f"data-{tenant}", filters, ack_wait=6.0, max_ack_pending=64, max_deliver=8)
 
 
 def _all_jobs(name: str, tenant: str) -> str:
@@ -119,7 +120,9 @@ def _all_jobs(name: str, tenant: str) -> str:
 
 
 def training_durable(tenant: str, job: str) -> Durable:
-    """A job's own consumer of the Training Queue. Unlimited deliveries: a trainer holds records over many restarts."""
+    """A job's own consumer of the Training Queue. Unlimited deliveries: a trainer holds records over many restarts. Who takes
+    a lease recalls what its last holder had (intake.py), so nobody waits for `ack_wait`, which may be generous.
+    """
     filters = tuple(subject(name, tenant=tenant, job=job) for name in ("train.record", "train.batch"))
     return Durable("TRAINING", f"train-{tenant}-{job}", filters, ack_wait=6.0, max_ack_pending=8192, max_deliver=-1)
 
@@ -147,6 +150,7 @@ def _configs(replicas: int) -> Iterator[StreamConfig]:
             max_msgs_per_subject=stream.per_subject,
             discard_new_per_subject=stream.per_subject > 0,
             duplicate_window=stream.duplicates_s,
+            allow_rollup_hdrs=stream.rollup,
             num_replicas=replicas,
         )
     for bucket, (size, age) in BUCKETS.items():
@@ -192,6 +196,7 @@ async def _ensure_stream(bus: "Bus", config: StreamConfig) -> None:
         "duplicate_window",
         "num_replicas",
         "allow_direct",
+        "allow_rollup_hdrs",
     ):
         if getattr(found, name) != getattr(config, name):
             await _patiently(bus, lambda: bus.js.update_stream(config))
@@ -207,7 +212,7 @@ async def _patiently(bus: "Bus", call: Callable[[], Awaitable[Any]]) -> Any:
                 await bus.up.wait()
             return await call()
         except (NatsError, TimeoutError) as error:
-            if isinstance(error, APIError) and error.code != 503 and error.err_code not in NOT_YET:
+            if isinstance(error, APIError) and (error.code or 0) < 500 and error.err_code not in NOT_YET:
                 raise
             if time.monotonic() > ends:
                 raise Unavailable(f"the server does not do it: {error!r}") from error

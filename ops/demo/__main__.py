@@ -16,6 +16,7 @@ from nexus_bus.cli.board import Board
 from nexus_bus.client import Client
 from nexus_bus.errors import NexusError
 from nexus_bus.homes import running_up
+from nexus_bus.ledger import Ledger
 from nexus_bus.tenants import tenants_of
 from nexus_bus.waterfall import render
 from ops.demo.report import Curve, Summary, TenantResult, collect, draw, table
@@ -128,10 +129,12 @@ async def _until_done(client: Client, plans: list[Workload], board: Board, start
 
 async def _rates(client: Client, results: list[TenantResult], seconds: float) -> dict[str, float]:
     """How fast the line ran as a whole: work done over the demo's time."""
-    steps = requests = 0
+    ledger = Ledger(("kind",))
     async for item in client.bus.tail("usage", since="all", follow=False, tenant="*", job="*"):
-        steps += item.message.steps if item.message.kind == "environment" else 0
-        requests += item.message.requests
+        ledger.take(item.message)
+    used = ledger.rows()
+    steps = sum(row["steps"] for row in used if row["kind"] == "environment")
+    requests = sum(row["requests"] for row in used)
     records = sum(result.records_learned for result in results)
     totals = {"environment_steps": steps, "inference_requests": requests, "records": records}
     return {f"{name}_per_s": round(count / seconds, 1) for name, count in totals.items()}

@@ -7,6 +7,7 @@ import msgspec
 from rich.table import Table
 
 from nexus_bus.client import Client
+from nexus_bus.ledger import Ledger
 from nexus_bus.registry import state_key
 from schemas.plan import JobState
 from schemas.policy import TrainingState
@@ -66,14 +67,11 @@ async def collect(client: Client, job: JobState) -> TenantResult:
     spec, scores = job.plan.spec, job.scores
     entry = await client.bus.kv("registry").get(state_key(job.plan.tenant, spec.name), TrainingState)
     trained = entry.value if entry is not None else None
-    device_s, group_sum, requests = 0.0, 0, 0
+    ledger = Ledger(("kind",))
     async for item in client.bus.tail("usage", since="all", follow=False, tenant=job.plan.tenant, job=spec.name):
-        usage = item.message
-        if usage.kind in ("inference", "training"):
-            device_s += usage.device_s
-        if usage.kind == "inference":
-            group_sum += usage.group_sum
-            requests += usage.requests
+        ledger.take(item.message)
+    used = {row["kind"]: row for row in ledger.rows()}
+    requests = used["inference"]["requests"] if "inference" in used else 0
     return TenantResult(
         name=job.plan.tenant,
         kind="rl" if spec.kind == "rl" else "sft",
@@ -84,8 +82,8 @@ async def collect(client: Client, job: JobState) -> TenantResult:
         policy_versions=job.version + 1,
         records_learned=trained.records if trained else 0,
         mean_lag=trained.lag_sum / trained.records if trained and trained.records else 0.0,
-        mean_group_size=group_sum / requests if requests else 0.0,
-        device_s=device_s,
+        mean_group_size=used["inference"]["group_sum"] / requests if requests else 0.0,
+        device_s=sum(used[kind]["device_s"] for kind in ("inference", "training") if kind in used),
     )
 
 
