@@ -87,7 +87,11 @@ class Past:
 
 def running(jobs: Iterable[JobState]) -> int:
     """How many hold a place."""
-    return sum(state.phase not in TERMINAL and state.phase not in ("waiting", "paused") for state in jobs)
+    return sum(map(_runs, jobs))
+
+
+def _runs(state: JobState) -> bool:
+    return state.phase not in TERMINAL and state.phase not in ("waiting", "paused")
 
 
 def trains(state: JobState) -> bool:
@@ -167,18 +171,24 @@ def import_refusal(limits: Limits) -> str:
     return limits.closed or next((bar.why for bar in limits.bars if bar.limit == "stored_bytes"), "")
 
 
-def estimate(verdict: Verdict, past: Past, limits: Limits) -> float:
-    """Seconds until a job comes to its turn, if jobs go on taking what the tenant's took. 0: nothing to go by, as with a budget
-    that somebody has to raise.
+def estimate(verdict: Verdict, past: Past, limits: Limits, jobs: Jobs) -> float:
+    """Seconds until a job comes to its turn, if jobs go on taking what the tenant's took; until one has completed, if they take
+    what the plans of those that run expect of a device. 0: nothing to go by, as with a budget that somebody has to raise.
     """
     width = {"jobs": limits.jobs, "slots": limits.slots}.get(verdict.limit)
     like = (True,) if verdict.limit == "slots" else (True, False)
-    return math.ceil(verdict.turn / width) * past.mean_s(like) if width else 0.0
+    return math.ceil(verdict.turn / width) * (past.mean_s(like) or _planned_s(jobs, like)) if width else 0.0
+
+
+def _planned_s(jobs: Jobs, like: tuple[bool, ...]) -> float:
+    """What a running job of the kind takes, by its plan."""
+    planned = [state.plan.estimates.get("device_s", 0.0) for state in jobs.values() if trains(state) in like and _runs(state)]
+    return sum(planned) / len(planned) if planned else 0.0
 
 
 def waits(verdict: Verdict, seconds: float) -> str:
     """What a person reads about a job in the line."""
-    about = f", in about {seconds / 60:.0f} min" if seconds >= 90 else f", in about {seconds:.0f} s" if seconds else ""
+    about = f", in about {seconds / 60:.0f} min" if seconds >= 90 else f", in about {math.ceil(seconds)} s" if seconds else ""
     return f"{verdict.why}; place {verdict.place} in the line{about}"
 
 
@@ -194,9 +204,8 @@ class _Room:
         self.limits = limits
         self.jobs = limits.jobs - running(jobs.values())
         self.slots = math.inf if limits.slots is None else limits.slots - running(filter(trains, jobs.values()))
-        most = "as many as may at once"
-        self.no_slot = Bar("slots", f"limits.slots: {limits.slots} training jobs of yours run, {most}")
-        self.no_place = Bar("jobs", f"{limits.jobs_by}: {limits.jobs} jobs of yours run, {most}")
+        self.no_slot = Bar("slots", f"limits.slots: at most {limits.slots} of your training jobs may run at once")
+        self.no_place = Bar("jobs", f"{limits.jobs_by}: at most {limits.jobs} of your jobs may run at once")
 
     def bar(self, state: JobState) -> Bar | None:
         """What stops a job."""

@@ -1,10 +1,37 @@
-"""Who asked for what, and what was decided: the gateway and the master write it, `nexus audit` reads it."""
+"""Who asked for what, and what was decided: the gateway, the master, hosts and the operator's commands write it, `nexus audit`
+reads it.
+"""
 
-from nexus_bus.bus import Bus
+import msgspec
+
+from nexus_bus.bus import Bus, Incoming
+from nexus_bus.bus.headers import CALLER
 from nexus_bus.clock import now
 from schemas.usage import Audit
 
+REQUEST_INFO = "Nats-Request-Info"
 DETAIL = 300  # characters: the log is everybody's, and the event has it all
+
+
+class _Caller(msgspec.Struct):
+    user: str = ""
+
+
+def by_provider(incoming: Incoming) -> bool:
+    """Whether a request came from the provider's own account. On one from another account the server says whose it is, whatever
+    the message brought under that name.
+    """
+    return not incoming.headers.get(REQUEST_INFO)
+
+
+def caller(incoming: Incoming) -> str:
+    """Public key of who asked: of a tenant, as the server says; of the provider, as its requests say."""
+    if by_provider(incoming):
+        return incoming.headers.get(CALLER, "")
+    try:
+        return msgspec.json.decode(incoming.headers[REQUEST_INFO], type=_Caller).user
+    except msgspec.MsgspecError:
+        return "unreadable"
 
 
 async def audit(bus: Bus, tenant: str, action: str, job: str, outcome: str, detail: str, *, key: str, caller: str = "") -> None:
@@ -12,7 +39,7 @@ async def audit(bus: Bus, tenant: str, action: str, job: str, outcome: str, deta
 
     Args:
         key: makes it idempotent; of a decision about an order, the order's message id.
-        caller: public key of who asked.
+        caller: public key of who asked; empty for what the service decided by itself.
     """
     detail = detail if len(detail) <= DETAIL else f"{detail[:DETAIL]} …"
     entry = Audit(tenant=tenant, action=action, job=job, outcome=outcome, detail=detail, key=caller, submission=key, time=now())

@@ -7,12 +7,14 @@ helps nobody. A job stays with its trainer, so a further trainer takes jobs that
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from nexus_bus.bus import training_durable
 from nexus_bus.errors import Refused, Unavailable
 from nexus_bus.nearest import nearest
+from nexus_bus.roster import Roster
 from schemas.control import Role
 
 # role → (beginning of its consumers' names, messages that one worker has in hand at once)
@@ -104,11 +106,20 @@ def rules(text: str) -> dict[Role, Bounds]:
     return found
 
 
-def load(role: Role, depths: Mapping[str, Mapping[str, tuple[int, int]]]) -> tuple[int, int]:
-    """(waiting, in hand) of a role, over the consumers of all tenants; see `Bus.depths`."""
+def load(
+    role: Role, depths: Mapping[str, Mapping[str, tuple[int, int]]], rest: Collection[str] = frozenset()
+) -> tuple[int, int]:
+    """(waiting, in hand) of a role, over the consumers of all tenants but those that rest; see `Bus.depths`."""
     kind = QUEUES[role][0]
-    found = [depth for queue in depths.values() for name, depth in queue.items() if name.partition("-")[0] == kind]
+    every = ((name, depth) for queue in depths.values() for name, depth in queue.items())
+    found = [depth for name, depth in every if name.partition("-")[0] == kind and name not in rest]
     return sum(waiting for waiting, _ in found), sum(held for _, held in found)
+
+
+async def resting(roster: Roster) -> set[str]:
+    """Consumers of jobs that are paused: what waits there is no work for anybody. Raises Unavailable."""
+    jobs = [state for tenant in await roster.tenants() for state in (await roster.of(tenant)).values()]
+    return {training_durable(job.plan.tenant, job.plan.spec.name).name for job in jobs if job.phase == "paused"}
 
 
 class Autoscaler:
@@ -127,20 +138,27 @@ class Autoscaler:
 
     async def run(self) -> None:
         """Until cancelled. While the bus is away nothing is known, and nothing changes."""
+        roster = Roster(self.bus)
         while True:
             await asyncio.sleep(LOOK_S)
             if not self.bus.up.is_set():
                 continue
             try:
-                await self.look(await self.bus.depths(), time.monotonic(), self.bounds)
+                await self.look(await self.bus.depths(), time.monotonic(), self.bounds, await resting(roster))
             except Unavailable as error:
                 self.bus.log.warning("the queues could not be seen; nothing is scaled", error=str(error))
 
-    async def look(self, depths: Mapping[str, Mapping[str, tuple[int, int]]], clock: float, roles: Iterable[Role]) -> None:
+    async def look(
+        self,
+        depths: Mapping[str, Mapping[str, tuple[int, int]]],
+        clock: float,
+        roles: Iterable[Role],
+        rest: Collection[str] = frozenset(),
+    ) -> None:
         """One look at these roles."""
         for role in roles:
             workers, crashing = self._workers(role)
-            waiting, held = load(role, depths)
+            waiting, held = load(role, depths, rest)
             self.memory[role], wanted = decide(
                 role, self.bounds[role], self.memory[role], Look(clock, workers, waiting, held, crashing)
             )

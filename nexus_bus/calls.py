@@ -45,7 +45,7 @@ from schemas.api import (
 from schemas.plan import JobState
 from schemas.policy import PolicyVersion, TrainingState
 from schemas.subjects import BY_NAME, subject
-from schemas.tenant import TenantRecord
+from schemas.tenant import ServiceTerms, TenantRecord
 
 AT_ONCE = 2  # weights fetched side by side: they may be large
 FOLLOWED = 64  # tenants
@@ -216,11 +216,13 @@ class Reads:
         entry = await self.kv.get(registry.account_key(tenant), TenantRecord)
         own = TenantRecord(name=tenant, account="A" * 56, created="") if entry is None else entry.value
         roster, spent, kept = await self._followed(tenant)
+        terms = await self.kv.get(registry.SERVICE, ServiceTerms)
         recorded, jobs = await roster.dataset_bytes(tenant), (await roster.of(tenant)).values()
         return Account(
             tenant=tenant,
             phase=own.phase,
             limits=own.limits,
+            service=terms.value if terms is not None else None,
             keys=own.keys,
             used={
                 "jobs": running(jobs),

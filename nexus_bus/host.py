@@ -18,6 +18,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from nexus_bus.audit import audit, caller
 from nexus_bus.autoscale import MOST, Autoscaler, Bounds
 from nexus_bus.bus import Bus, Card, EmbeddedServer, Incoming, Presence, ensure_topology
 from nexus_bus.children import Child
@@ -35,7 +36,7 @@ from schemas.subjects import subject
 
 ROLES: tuple[Role, ...] = ("master", "health", "gateway", "environment", "inference", "trainer", "rollout")
 GRACE_S = 12.0  # SIGTERM to SIGKILL; a worker gives itself less
-HEALTH_SILENT_S, HEALTH_STARTING_S = 15.0, 60.0
+HEALTH_SILENT_S, HEALTH_STARTING_S = 7.0, 60.0
 LOOK_S = 0.5
 FIRST_SPARE_S = 20.0  # the workers load first
 TELL_S = 5.0  # to get an event stored
@@ -77,13 +78,15 @@ class Supervisor:
         grace: float = GRACE_S,
         autoscale: Mapping[Role, Bounds] | None = None,
         spare: bool = False,
+        settings: Mapping[str, str] | None = None,
     ) -> None:
         """Logs go to `home/logs`; `say` gets one line for people per thing that happened; `grace` is in seconds.
 
-        `creds` are the provider's, for itself and the workers; without, those of the environment.
+        `creds` are the provider's, for itself and the workers; without, those of the environment. The workers find `settings`
+        in theirs.
         """
         self.home, self.url, self.say, self.command, self.grace = home, url, say, command, grace
-        self.creds = creds
+        self.creds, self.settings = creds, dict(settings or {})
         self.host = host_id()
         self.autoscale = dict(autoscale or {})
         self._spare = Spare(home / "logs" / "spare.log", self._environment()) if spare else None
@@ -170,7 +173,7 @@ class Supervisor:
 
     # How many there are
 
-    async def scale(self, order: ScaleOrder, _incoming: Incoming) -> Scaled:
+    async def scale(self, order: ScaleOrder, incoming: Incoming) -> Scaled:
         """Run so many workers of these roles from now on, and after a restart on this home. They start and drain meanwhile.
 
         Raises:
@@ -180,6 +183,8 @@ class Supervisor:
             if count > MOST:
                 raise Refused(f"counts.{role}: {count} is more than the {MOST} that one host runs; use another host")
         if self._bus is not None and not self._closing:
+            detail = " ".join(f"{role}={count}" for role, count in order.counts.items()) + f" on {self.host}"
+            await audit(self._bus, PROVIDER, "scale", "", "ok", detail, key=f"{time.time_ns()}", caller=caller(incoming))
             keep_counts(self.home, order.counts)
             for role, count in order.counts.items():
                 self._beside(self._size(role, count, order.reason or "by order"))
@@ -273,7 +278,7 @@ class Supervisor:
         task.add_done_callback(self._watches.discard)
 
     def _environment(self) -> dict[str, str]:
-        given = ENVIRONMENT | os.environ | {"NEXUS_HOST": self.host, "NEXUS_HOME": str(self.home)}
+        given = ENVIRONMENT | os.environ | self.settings | {"NEXUS_HOST": self.host, "NEXUS_HOME": str(self.home)}
         return given | ({"NEXUS_CREDS": str(self.creds)} if self.creds is not None else {})
 
     async def _watch(self, child: Child, process: asyncio.subprocess.Process) -> None:
@@ -314,15 +319,13 @@ class Supervisor:
     async def _look(self) -> None:
         """A Health Manager that hangs is found here, as nobody else would."""
         back = time.monotonic()  # when the server was last away: nobody's heartbeats arrive then, and that is no fault
-        away = False
         while True:
             await asyncio.sleep(LOOK_S)
             self._oom.append(oom_kills())
             clock = time.monotonic()
             if self._bus is None or not self._bus.up.is_set():
-                back, away = clock, True
-            elif away:  # who ended meanwhile was told of to nobody
-                away = False
+                back = clock
+            else:  # what was told may have come to nobody: the server was away, or the Health Manager on its way back
                 await self._tell_again()
             for child in self.children.values():
                 if child.role != "health" or not child.running or not child.starts:

@@ -284,7 +284,7 @@ class Arriving:
 
     async def list(self, query: DatasetQuery, incoming: Incoming) -> DatasetPage:
         """`data.list`."""
-        return await asyncio.to_thread(shelf.listed, self.root / incoming.tokens["tenant"], query)
+        return await asyncio.to_thread(shelf.listed, self.root, incoming.tokens["tenant"], query)
 
     async def drop(self, order: DatasetDrop, incoming: Incoming) -> DatasetDropped:
         """`data.drop`."""

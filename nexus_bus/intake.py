@@ -61,10 +61,12 @@ class Intake:
                     arrived()
 
     async def _pull(self) -> Puller:
-        """Begin to receive, as soon as the server is there."""
+        """Begin to receive, as soon as the server is there: first of all what the last holder of the lease left behind."""
+        durable = training_durable(self.tenant, self.job)
         while True:
             try:
-                return await self.context.bus.pull(training_durable(self.tenant, self.job), batch=64)
+                await self.context.bus.recall(durable.stream, durable.name)
+                return await self.context.bus.pull(durable, batch=64)
             except Unavailable as error:
                 self.context.log.warning("records wait for the bus", tenant=self.tenant, job=self.job, error=str(error))
 

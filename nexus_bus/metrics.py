@@ -18,7 +18,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from nexus_bus.bus import Bus
+from nexus_bus import registry
+from nexus_bus.bus import Bus, topology, training_durable
 from nexus_bus.errors import Unavailable
 from nexus_bus.registry import tenant_of
 from nexus_bus.usage import PROVIDER
@@ -41,6 +42,7 @@ CONSUMERS = {
     "train": ("TRAINING", "trainer"),
 }
 STREAMS = ("JOBS", "ROLLOUT", "INFERENCE", "TRAINING")
+KEPT = (*(stream.name for stream in topology.STREAMS), "KV_registry", "OBJ_blobs", "OBJ_payloads")
 STATES = get_args(Heartbeat.__annotations__["state"])
 COMPUTED = ("inference", "training")  # kinds of usage with device time
 
@@ -50,10 +52,12 @@ METRICS: dict[str, tuple[str, tuple[str, ...]]] = {
     "nexus_queue_waiting": ("Messages that nobody has taken yet, by queue and the role that serves it.", ("queue", "role")),
     "nexus_queue_in_flight": ("Messages taken and not yet answered.", ("queue", "role")),
     "nexus_queue_oldest_age_seconds": ("Age of the oldest message that is not answered; 0 where there is none.", ("queue",)),
+    "nexus_stream_filled_ratio": ("Share of a stream's bytes in use; a log forgets its oldest at 1.", ("stream",)),
     "nexus_dead_letters": ("Messages that were given up and are kept.", ()),
     "nexus_workers": ("Workers that send heartbeats.", ("role", "state")),
     "nexus_workers_busy": ("Workers that hold work.", ("role",)),
     "nexus_sessions": ("Environment sessions held.", ()),
+    "nexus_canary_gaps": ("Answers and features that came out otherwise in a group than alone, since its worker began.", ()),
     "nexus_jobs": ("Jobs by phase.", ("phase",)),
     "nexus_lag_versions_mean": ("Policy versions between acting and learning, mean over the jobs in training.", ()),
     "nexus_lag_versions_max": ("Policy versions between acting and learning, of the job where they are most.", ()),
@@ -76,6 +80,7 @@ class Seen:
 
     queues: dict[tuple[str, str], tuple[int, int]] = field(default_factory=dict)  # (queue, role) → (waiting, in flight)
     ages: dict[str, float] = field(default_factory=dict)  # queue → seconds
+    filled: dict[str, float] = field(default_factory=dict)  # stream → share of its bytes
     dead: int = 0
     beats: dict[str, tuple[Heartbeat, float]] = field(default_factory=dict)  # worker → (its newest, monotonic time)
     jobs: dict[str, tuple[Phase, float | None]] = field(default_factory=dict)  # registry key → (phase, lag)
@@ -84,10 +89,17 @@ class Seen:
     tenants_device_s: defaultdict[tuple[str, str], float] = field(default_factory=lambda: defaultdict(float))  # (tenant, kind)
 
     def count(self, depths: Mapping[str, Mapping[str, tuple[int, int]]]) -> None:
-        """Take in `Bus.depths`: the consumers of a role together."""
+        """Take in `Bus.depths`: the consumers of a role together. What waits for a job that rests is no work for anybody."""
+        resting = {
+            training_durable(registry.tenant_of(key), key.split(".")[2]).name
+            for key, (phase, _) in self.jobs.items()
+            if phase == "paused"
+        }
         sums: dict[tuple[str, str], tuple[int, int]] = dict.fromkeys(CONSUMERS.values(), (0, 0))
         for queue, consumers in depths.items():
             for consumer, (waiting, held) in consumers.items():
+                if consumer in resting:
+                    continue
                 key = CONSUMERS.get(consumer.partition("-")[0], (queue, "other"))
                 before, taken = sums.get(key, (0, 0))
                 sums[key] = before + waiting, taken + held
@@ -120,10 +132,12 @@ class Seen:
             "nexus_queue_waiting": {key: waiting for key, (waiting, _) in self.queues.items()},
             "nexus_queue_in_flight": {key: held for key, (_, held) in self.queues.items()},
             "nexus_queue_oldest_age_seconds": {(queue,): age for queue, age in self.ages.items()},
+            "nexus_stream_filled_ratio": {(stream,): share for stream, share in self.filled.items()},
             "nexus_dead_letters": {(): self.dead},
             "nexus_workers": workers,
             "nexus_workers_busy": busy,
             "nexus_sessions": {(): sessions},
+            "nexus_canary_gaps": {(): sum(beat.gauges.get("canary_gaps", 0.0) for beat, _ in self.beats.values())},
             "nexus_jobs": phases,
             "nexus_lag_versions_mean": {(): sum(lags) / len(lags)},
             "nexus_lag_versions_max": {(): max(lags)},
@@ -175,7 +189,8 @@ class Exporter(Collector):
         """Read the queues, and make what the next scrape gets."""
         try:
             self.seen.count(await self.bus.depths())
-            infos = {name: await self._stream(name) for name in (*STREAMS, "DEAD")}
+            infos = {name: await self._stream(name) for name in KEPT}
+            self.seen.filled = {name: info["state"]["bytes"] / info["config"]["max_bytes"] for name, info in infos.items()}
             self.seen.ages = {name: _age(infos[name]) for name in STREAMS}
             self.seen.dead = _messages(infos["DEAD"])
             if self.by_tenant:

@@ -17,7 +17,7 @@ from nexus_bus.errors import Unavailable
 from nexus_bus.roster import Roster
 from nexus_bus.serving import Serving
 from nexus_bus.worker import Context, side_by_side
-from schemas.environment import OwnOffer
+from schemas.environment import OwnFound, OwnOffer, OwnPage, OwnQuery
 from schemas.events import EventType
 from schemas.tenant import TenantLimits
 
@@ -35,6 +35,30 @@ def offer_key(tenant: str, environment: str, worker: str) -> str:
 async def offered(bus: Bus, tenant: str) -> Own:
     """A tenant's own environments as entries of the catalogue, by id."""
     return entries(entry.value for entry in (await bus.kv("offers").entries(f"{tenant}.", OwnOffer)).values())
+
+
+async def listed(bus: Bus, tenant: str, query: OwnQuery) -> OwnPage:
+    """A page of a tenant's own environments."""
+    offers: dict[str, list[OwnOffer]] = {}
+    for entry in (await bus.kv("offers").entries(f"{tenant}.", OwnOffer)).values():
+        offers.setdefault(entry.value.environment, []).append(entry.value)
+    names = sorted(name for name in offers if name > query.after)
+    some = names[: query.limit]
+    return OwnPage(environments=[_found(offers[name]) for name in some], next=some[-1] if len(names) > len(some) else "")
+
+
+def _found(offers: list[OwnOffer]) -> OwnFound:
+    """What several workers of one environment say: they serve the same."""
+    offers = sorted(offers, key=lambda one: one.worker)
+    last = offers[-1]
+    return OwnFound(
+        environment=last.environment,
+        workers=[one.worker for one in offers],
+        sessions=sum(one.sessions for one in offers),
+        tasks={name: task.instruction for name, task in last.tasks.items()},
+        max_steps=max(task.max_steps for task in last.tasks.values()),
+        simulator=last.simulator,
+    )
 
 
 class Offers:

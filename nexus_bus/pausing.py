@@ -45,7 +45,7 @@ class Pausing:
         action = "pause" if isinstance(order, JobPause) else "resume"
         try:
             if isinstance(order, JobPause):
-                said = await self.pause(tenant, order.job, order.reason or "paused by the tenant", submission)
+                said = await self.pause(tenant, order.job, order.reason or "paused by the provider", submission)
             else:
                 said = await self.resume(tenant, order, submission)
         except Refused as error:

@@ -11,7 +11,7 @@ import msgspec
 from nexus_bus.envs.catalog import NO_OWN, EnvDescription, Own, describe, options_of
 from nexus_bus.envs.offered import is_own
 from nexus_bus.errors import BadJob
-from nexus_bus.evaluation.protocol import described
+from nexus_bus.evaluation.protocol import check_evaluation, default_of, described
 from nexus_bus.models.bases import SHIPPED, BackboneInfo, check_backbone, check_targets, describe_backbone, require_weights
 from nexus_bus.models.catalog import HEADS, check_head, check_size, head_entry, head_layers, suffix_tokens
 from schemas.base import PUBLIC
@@ -87,6 +87,8 @@ def compile_plan(
     check_size(head, backbone.hidden, backbone.layers)
     notes = _notes(spec, init)
     spec = msgspec.structs.replace(spec, head=head, lora=lora, algorithm=_algorithm(spec), evaluation=_evaluation(spec))
+    if spec.environment is not None and spec.evaluation is not None:
+        check_evaluation(spec.environment, spec.evaluation)
     parts = _Parts(spec, head, environment, action, observation)
     execute = (spec.environment.execute if spec.environment else None) or head.horizon
     phases = _phases(spec)
@@ -108,6 +110,11 @@ def compile_plan(
         estimates=_estimates(parts, execute, batches),
         notes=notes,
     )
+
+
+def spaces(spec: JobSpec, init: PolicyVersion | None, own: Own = NO_OWN) -> tuple[ActionSpec, ObservationSpec]:
+    """What the policy of a job does and sees. Raises as `compile_plan`."""
+    return _spaces(spec, describe(spec.environment, own) if spec.environment is not None else None, init, own)
 
 
 def names_own(spec: JobSpec, init: PolicyVersion | JobSpec | None) -> bool:
@@ -272,7 +279,7 @@ def _algorithm(spec: JobSpec) -> Sft | Ppo | None:
 
 def _evaluation(spec: JobSpec) -> EvaluationSpec | None:
     if spec.kind == "eval" and spec.evaluation is None:
-        return EvaluationSpec()
+        return default_of(spec.environment)
     return spec.evaluation
 
 

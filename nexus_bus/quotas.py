@@ -12,14 +12,14 @@ What rests because of one of these goes on by itself once it may: nobody decided
 from collections.abc import Iterator
 from datetime import UTC, datetime
 
-from nexus_bus import pricing
+from nexus_bus import pricing, registry
 from nexus_bus.admission import Bar, Limits
 from nexus_bus.allowances import NO_LIMITS, Allowances
 from nexus_bus.bus import Bus
 from nexus_bus.roster import Roster
 from nexus_bus.spending import Spending
 from nexus_bus.stored import Keeping
-from schemas.tenant import TenantLimits, TenantRecord
+from schemas.tenant import ServiceTerms, TenantLimits, TenantRecord
 
 MORE = "; ask the provider for more"
 LESS = "; keep fewer versions (retention.keep, `nexus policies unpin`), or ask the provider for more"
@@ -30,13 +30,19 @@ class Quotas:
 
     def __init__(self, bus: Bus, roster: Roster, service: Limits) -> None:
         """`service` holds where a tenant has no limit of its own. Raises Refused as pricing.load does."""
-        self._log = bus.log
+        self._log, self._kv = bus.log, bus.kv("registry")
         self._roster, self._service = roster, service
         self._prices = pricing.load()
         self._warned: set[str] = set()
         self.allowances = Allowances(bus)
         self.spending = Spending(bus)
         self.keeping = Keeping(bus)
+
+    async def announce(self) -> None:
+        """Tell whoever shows limits what holds where a tenant has none of its own, and whether there are prices."""
+        currency = self._prices.currency if self._prices is not None else ""
+        terms = ServiceTerms(jobs=self._service.jobs, queued=self._service.queued, currency=currency)
+        await self._kv.put(registry.SERVICE, terms)
 
     async def of(self, tenant: str) -> Limits:
         """What holds for a tenant at this moment."""

@@ -1,5 +1,7 @@
 """Keys of the KV buckets `registry` and `leases`. Names contain no dots, so a key is read back without doubt."""
 
+SERVICE = "service"  # ServiceTerms
+
 
 def tenant_key(tenant: str) -> str:
     """A tenant that has submitted something."""

@@ -5,6 +5,7 @@ What the master and inference, rollout and environment workers have in common: w
 """
 
 import asyncio
+import difflib
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from nexus_bus.allowances import NO_LIMITS, Allowances
 from nexus_bus.bus import Bus, Durable, Puller, Rounds, ensure_durable, ensure_tenant
 from nexus_bus.bus.consume import Handler, Loop, OnBad
 from nexus_bus.bus.pull import OnDead
+from nexus_bus.errors import NotFound
 from nexus_bus.worker import PROVIDER, side_by_side
 from schemas.tenant import TenantLimits, TenantRecord
 
@@ -20,6 +22,7 @@ AHEAD = 2  # messages at hand beyond those in work: a tenant that waits must be 
 
 # What tenants' consumers are called before the dash.
 _KINDS = {"JOBS": ("orders",), "INFERENCE": ("infer",), "ROLLOUT": ("rollout", "own", "data")}
+ALONE = "default"  # the tenant of somebody who has added none
 _ORDERS = "JOBS"  # may hold the first order of somebody whom nobody knows yet
 
 
@@ -27,6 +30,24 @@ async def introduce(bus: Bus, tenant: str) -> None:
     """Have a tenant served, before its first order goes out."""
     await ensure_tenant(bus, tenant)
     await bus.kv("registry").put(registry.tenant_key(tenant), {"name": tenant})
+
+
+async def check_known(bus: Bus, tenant: str) -> None:
+    """Whoever runs a service for itself may give itself any name. Once it has added tenants, a name that none of them has, and
+    that was not in use before, was mistyped: what began under it would be nobody's.
+
+    Raises:
+        NotFound: it is such a name.
+    """
+    kv = bus.kv("registry")
+    names = [registry.tenant_of(key) for key in await kv.keys(registry.account_key(""), deleted=True)]
+    if not names or tenant in (ALONE, *names) or await kv.get(registry.tenant_key(tenant), dict[str, Any]) is not None:
+        return
+    near = difflib.get_close_matches(tenant, names, n=1)
+    raise NotFound(
+        f"tenant: no {tenant!r}{f'; did you mean {near[0]!r}?' if near else ''}; `nexus tenant list` shows who there is, and "
+        f"`nexus tenant add {tenant}` adds this one"
+    )
 
 
 class Serving:

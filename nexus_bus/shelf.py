@@ -11,14 +11,20 @@ import os
 import shutil
 from collections.abc import Iterator
 from datetime import UTC, datetime
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
-from nexus_bus.errors import Refused
+from msgspec.structs import replace
+
+from nexus_bus.data.layout import PICTURES, features_of
+from nexus_bus.errors import BadMessage, NotFound, Refused
 from nexus_bus.uploads import INCOMING, uploads, walk
+from schemas.base import PUBLIC
 from schemas.dataset import DatasetInfo, DatasetPage, DatasetQuery, DatasetUnfinished
 
 INFO_BYTES = 4 << 20  # of metadata that a list looks into
+TOLD = ("observation.state", "action")  # whose sizes are told, besides those of pictures
+MOST_TOLD, LONGEST = 32, 100  # features of one dataset, and characters of their names; of one with more none is told
 _EXCHANGE, _HERE = 2, -100  # RENAME_EXCHANGE, AT_FDCWD
 
 
@@ -80,6 +86,25 @@ def names(home: Path) -> list[str]:
     return sorted(found)
 
 
+def directory(root: Path, tenant: str, dataset: str) -> tuple[Path, bool]:
+    """The directory of a dataset, and whether it is one that every tenant may read: `public/…`.
+
+    Raises:
+        NotFound: a name that leaves the tenant's own root, or the public one.
+    """
+    first, *rest = PurePosixPath(dataset).parts or (".",)
+    public = first == PUBLIC and bool(rest)
+    root = (root / (PUBLIC if public else tenant)).resolve()
+    try:
+        path = root.joinpath(*rest if public else (dataset,)).resolve()
+    except (OSError, ValueError) as error:  # too long, or with a zero byte
+        raise NotFound(f"data.dataset: {dataset[:80]!r} is not a directory's name: {error}") from None
+    below = path.relative_to(root).parts if path.is_relative_to(root) else ()
+    if not below or below[0].startswith("."):  # hidden is what is not finished
+        raise NotFound(f"data.dataset: {dataset!r} is not a directory below {'public' if public else 'the tenant'}'s data root")
+    return path, public
+
+
 def info(path: Path) -> DatasetInfo:
     """What there is to say about a dataset without reading it."""
     sizes = [one.stat().st_size for one in walk(path) if one.is_file()]
@@ -94,11 +119,27 @@ def info(path: Path) -> DatasetInfo:
     return DatasetInfo(
         dataset=path.name, bytes=sum(sizes), files=len(sizes), **counts, time=_time(since),
         version=str(about.get("codebase_version") or "")[:40] if isinstance(about, dict) else "",
+        features=_features(about),
     )  # fmt: skip
 
 
-def listed(home: Path, query: DatasetQuery) -> DatasetPage:
-    """A page of what is there."""
+def _features(about: Any) -> dict[str, list[int]]:
+    """Shapes of what a policy sees and does; none of metadata that no reader takes."""
+    try:
+        found = features_of(about) if isinstance(about, dict) else {}
+    except BadMessage:
+        return {}
+    told = {key: feature["shape"] for key, feature in found.items() if key in TOLD or feature["dtype"] in PICTURES}
+    return told if len(told) <= MOST_TOLD and all(len(key) <= LONGEST for key in told) else {}
+
+
+def listed(root: Path, tenant: str, query: DatasetQuery) -> DatasetPage:
+    """A page of what is there. Raises NotFound for the name of one that leads out of what the tenant may read."""
+    if query.dataset:
+        path, _ = directory(root, tenant, query.dataset)
+        there = [replace(info(path), dataset=query.dataset)] if (path / "meta/info.json").is_file() else []
+        return DatasetPage(datasets=there)
+    home = root / tenant
     found = [name for name in names(home) if name > query.after]
     some = found[: query.limit]
     unfinished: list[DatasetUnfinished] = []

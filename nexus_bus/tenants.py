@@ -28,7 +28,7 @@ from schemas.base import NAME_PATTERN, PUBLIC, Name
 from schemas.job import JobCancel
 from schemas.plan import JobState
 from schemas.policy import PolicyVersion, TrainingState
-from schemas.tenant import TenantKey, TenantLimits, TenantRecord
+from schemas.tenant import ServiceTerms, TenantKey, TenantLimits, TenantRecord
 
 RESERVED = frozenset({PUBLIC, "provider", "system"})
 MANY_KEYS = 32  # of one tenant at once
@@ -80,7 +80,7 @@ class Tenants:
                 why = f"exists since {known.created[:19]}; choose another, or `nexus tenant rotate {name}` for new credentials"
             raise BadJob(f"tenant: {name!r} {why}") from None
         await self._push(record, revision)
-        await audit(self.bus, name, "tenant.add", "", "ok", label, key=record.created)
+        await audit(self.bus, name, "tenant.add", "", "ok", label, key=record.created, caller=self.bus.key)
         return Issued(record, self._creds(record, key))
 
     async def all(self) -> list[TenantRecord]:
@@ -96,6 +96,15 @@ class Tenants:
             raise NotFound(f"tenant: no {name!r}; `nexus tenant list` shows who there is")
         return entry.value
 
+    async def terms(self) -> ServiceTerms | None:
+        """What holds where a tenant has no limit of its own; None: no master has said it yet."""
+        entry = await self.kv.get(registry.SERVICE, ServiceTerms)
+        return entry.value if entry is not None else None
+
+    async def time(self) -> float:
+        """By the server's clock, which decides what has expired."""
+        return await clock(self.system)
+
     async def limit(self, name: str, changes: dict[str, Any]) -> TenantRecord:
         """Other limits, from this moment on; None takes one away.
 
@@ -107,7 +116,7 @@ class Tenants:
         def change(record: TenantRecord) -> TenantRecord:
             return msgspec.structs.replace(record, limits=limits_of(changes, record.limits))
 
-        return await self._change(name, change, "tenant.limit", str(changes))
+        return await self._change(name, change, "tenant.limit", _words(changes))
 
     async def rotate(self, name: str, *, label: str = "", expires_s: float | None = None, keep: bool = False) -> Issued:
         """New credentials; those issued before are void at once, unless they are kept.
@@ -255,7 +264,7 @@ class Tenants:
             except Conflict:
                 continue
             await self._push(record, revision)
-            await audit(self.bus, name, action, "", "ok", detail, key=str(revision))
+            await audit(self.bus, name, action, "", "ok", detail, key=str(revision), caller=self.bus.key)
             return record
 
     async def _push(self, record: TenantRecord, revision: int) -> None:
@@ -342,6 +351,10 @@ def _key(key: Key, label: str, issued: int, expires_s: float | None) -> TenantKe
 def _void(record: TenantRecord) -> dict[str, int]:
     """Its revoked keys, if all that it has now are among them."""
     return record.revoked | {one.key: FOR_EVER for one in record.keys}
+
+
+def _words(changes: dict[str, Any]) -> str:
+    return " ".join(f"{name}={'none' if value is None else value}" for name, value in changes.items())
 
 
 def _busy(name: str, jobs: list[str]) -> str:

@@ -2,9 +2,11 @@
 
 import asyncio
 import atexit
+import contextlib
 import inspect
 import logging
 import os
+import random
 import shutil
 import socket
 import tempfile
@@ -15,6 +17,7 @@ from typing import Any
 
 import pytest
 import structlog
+from hypothesis import settings
 
 from nexus_bus.bus import Bus, EmbeddedServer, ensure_topology
 from nexus_bus.bus.authority import Authority
@@ -30,6 +33,8 @@ os.environ["NEXUS_AUTHORITY"] = str(Path(tempfile.mkdtemp(prefix="nexus-authorit
 Authority.at(Path(os.environ["NEXUS_AUTHORITY"]))
 atexit.register(shutil.rmtree, os.environ["NEXUS_AUTHORITY"], ignore_errors=True)
 
+settings.load_profile("ci")  # no deadline for an example, and the same examples every time: what fails once fails again
+
 structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
 
 Eventually = Callable[..., Awaitable[Any]]
@@ -43,11 +48,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=probe().advice))
 
 
+PORTS = range(18_000, 32_000)  # below those that the kernel gives to whoever asks for any, which may be taken before we bind
+_given: set[int] = set()
+
+
 def free_port() -> int:
-    """A port nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port nobody listens on, and that this process was not given before."""
+    while True:
+        port = random.choice(PORTS)  # noqa: S311 - other runs of the tests take theirs from here, too
+        if port in _given:
+            continue
+        _given.add(port)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 @pytest.fixture
@@ -82,9 +96,12 @@ async def gateway(server: EmbeddedServer, bus: Bus) -> AsyncIterator[Gateway]:
 
 @pytest.fixture
 def eventually() -> Eventually:
-    """`await eventually(condition, within=10)`: the first true value of a condition (plain or async), or a failure."""
+    """`await eventually(condition, within=30)`: the first true value of a condition (plain or async), or a failure.
 
-    async def wait(condition: Callable[[], Any], within: float = 10.0) -> Any:
+    The limit is for machines that do ten things at once: whoever waits for what comes at once waits no longer for it.
+    """
+
+    async def wait(condition: Callable[[], Any], within: float = 30.0) -> Any:
         ends = time.monotonic() + within
         while True:
             value = condition()

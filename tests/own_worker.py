@@ -29,7 +29,7 @@ async def own_worker(
             stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log,
         )  # fmt: skip
     try:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(90):
             while serves and '"serving"' not in log_file.read_text():
                 assert process.returncode is None, log_file.read_text()
                 await asyncio.sleep(0.05)
@@ -37,4 +37,4 @@ async def own_worker(
     finally:
         if process.returncode is None:
             process.send_signal(signal.SIGTERM)
-            assert await asyncio.wait_for(process.wait(), 30) == 0, log_file.read_text()
+            assert await asyncio.wait_for(process.wait(), 60) == 0, log_file.read_text()

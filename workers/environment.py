@@ -12,27 +12,27 @@ import signal
 import sys
 import time
 from collections import OrderedDict
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from nexus_bus import registry, worker
+from nexus_bus import registry, shelf, worker
 from nexus_bus.bus import Bus, Delivery, Done, Incoming, Outcome, data_durable, die_with_parent
 from nexus_bus.data.layout import Root
 from nexus_bus.data.reader import Dataset
 from nexus_bus.data.sampler import batch_indices
 from nexus_bus.envs.catalog import describe
 from nexus_bus.envs.host import SimulatorHost
-from nexus_bus.errors import BadMessage, Conflict, EnvironmentFault, NexusError, NotFound, Refused
+from nexus_bus.errors import BadMessage, Conflict, EnvironmentFault, NexusError, Refused
 from nexus_bus.incoming import Arriving
 from nexus_bus.serving import AHEAD, Serving
 from nexus_bus.sessions import Close, Sessions
 from nexus_bus.tensors import encode_image, to_tensor
 from nexus_bus.usage import Tally
 from nexus_bus.worker import Context
-from schemas.base import PUBLIC, Image
+from schemas.base import Image
 from schemas.control import JobReport, Role
 from schemas.environment import (
     FeedOrder,
@@ -126,19 +126,7 @@ class Environment:
         Raises:
             NotFound: a name that leaves the tenant's own root, or the public one.
         """
-        first, *rest = PurePosixPath(dataset).parts or (".",)
-        public = first == PUBLIC and bool(rest)
-        root = (self.root / (PUBLIC if public else tenant)).resolve()
-        try:
-            path = root.joinpath(*rest if public else (dataset,)).resolve()
-        except (OSError, ValueError) as error:  # too long, or with a zero byte
-            raise NotFound(f"data.dataset: {dataset[:80]!r} is not a directory's name: {error}") from None
-        below = path.relative_to(root).parts if path.is_relative_to(root) else ()
-        if not below or below[0].startswith("."):  # hidden is what is not finished
-            raise NotFound(
-                f"data.dataset: {dataset!r} is not a directory below {'public' if public else 'the tenant'}'s data root"
-            )
-        return path, public
+        return shelf.directory(self.root, tenant, dataset)
 
     async def prepare(self, order: PrepareOrder) -> None:
         """Record from the expert if asked to, open the dataset, report its frames and statistics."""
@@ -178,17 +166,24 @@ class Environment:
             raise EnvironmentFault("recording demonstrations has no output to follow")
         complaints = asyncio.create_task(child.stderr.read())
         last, looked = b"", time.monotonic()
+
+        def held() -> float:
+            """Note for how long its simulator was held since the last look; the time now."""
+            self.used.add(order.tenant, order.job, session_s=(clock := time.monotonic()) - looked)
+            return clock
+
         try:
             async for line in child.stdout:
                 last = line
                 self.context.pulse.progress += 1  # a long recording is not a wedged worker
                 if time.monotonic() - looked > LOOK_S:
-                    looked = time.monotonic()
+                    looked = held()
                     if await self._over(order):
                         return False
             await child.wait()
             err = await complaints
         finally:
+            held()
             complaints.cancel()
             if child.returncode is None:
                 child.kill()
@@ -225,11 +220,13 @@ class Environment:
 
     def _batch(self, dataset: Dataset, order: FeedOrder, number: int, public: bool) -> TrainingBatch:
         samples: list[TrainingSample] = []
-        for index in batch_indices(len(dataset), order.seed, number, order.batch_size):
-            chunk = dataset.chunk(int(index), order.horizon)
-            images = self._images(dataset, int(index), order.image_encoding)
+        indices = batch_indices(len(dataset), order.seed, number, order.batch_size).tolist()
+        # Decoded in the order in which they lie: a film is opened once, and often read on instead of sought in.
+        pictures = {index: self._images(dataset, index, order.image_encoding) for index in sorted(set(indices))}
+        for index in indices:
+            chunk = dataset.chunk(index, order.horizon)
             observation = Observation(
-                images=images, state=to_tensor(chunk.state.astype(np.float32)), instruction=chunk.instruction
+                images=pictures[index], state=to_tensor(chunk.state.astype(np.float32)), instruction=chunk.instruction
             )
             samples.append(
                 TrainingSample(

@@ -2,7 +2,7 @@
 
 Reads   requests `tenant.<name>.<call>`, where the server has put the name; registry, logs and blobs on behalf of that tenant;
         env.own of rollout workers.
-Asks    data.* of environment workers.
+Asks    data.* of environment workers, also whether the dataset of a new job is there and fits.
 Writes  JOBS (orders under ids that begin with the tenant), INFERENCE (infer.request), UPLOADS, blobs (imports), AUDIT.
 Killed  whoever asked gets no answer and asks again: orders carry ids, reads change nothing. Several share the requests.
 """
@@ -18,8 +18,8 @@ from typing import Any
 
 import msgspec
 
-from nexus_bus import registry, worker
-from nexus_bus.audit import audit
+from nexus_bus import offers, plan_data, registry, worker
+from nexus_bus.audit import audit, by_provider, caller
 from nexus_bus.bridge import Bridge
 from nexus_bus.bus import Bus, Incoming
 from nexus_bus.bus.page import last_sequence, whole
@@ -27,12 +27,13 @@ from nexus_bus.calls import Reads, Turns
 from nexus_bus.config import GatewayConfig
 from nexus_bus.errors import BadJob, BadMessage, NotFound, Unavailable, from_code
 from nexus_bus.exported import LARGEST
-from nexus_bus.serving import introduce
+from nexus_bus.serving import check_known, introduce
 from nexus_bus.worker import Context
 from schemas.api import CHUNK_BYTES, AccountQuery, Taken, UploadChunk, UploadedImport
 from schemas.base import BlobRef
 from schemas.control import Ack, Role
-from schemas.dataset import DatasetAsked, DatasetBegin, DatasetBegun, DatasetCommit, DatasetDrop
+from schemas.dataset import DatasetAsked, DatasetBegin, DatasetBegun, DatasetCommit, DatasetDrop, DatasetPage, DatasetQuery
+from schemas.environment import OwnPage, OwnQuery
 from schemas.inference import InferenceReply, InferenceRequest
 from schemas.job import JobCancel, JobPause, JobResume, JobSpec
 from schemas.plan import TERMINAL, JobState
@@ -53,17 +54,13 @@ PATIENT = frozenset(
     {"infer.request", "env.open", "env.call", "env.answer", "event.read", "eval.read", "usage.read", "audit.read"}
     | (DATA := frozenset({"data.begin", "data.put", "data.commit", "data.list", "data.drop"}))
 )
+# With what something begins that somebody will answer for.
+BEGIN = frozenset({"job.submit", "policy.upload", "policy.import", "env.open", "env.offer", "data.begin"})
 ID_LENGTH = 200  # of a message id that a tenant chooses
 REASON_LENGTH = 1000  # of why a job is stopped: it is kept with the job
 ORDER_BYTES = 64 << 10  # of an order; it is kept with its job
 
 Handler = Callable[[Any, Incoming], Awaitable[Any]]
-
-
-class _Caller(msgspec.Struct):
-    """Of `Nats-Request-Info`, which the server writes, whatever the message brought under that name."""
-
-    user: str = ""
 
 
 @dataclass
@@ -112,6 +109,7 @@ class Gateway:
             "policy.import": self.take_in,
             "infer.request": self.infer,
             "env.describe": self.bridge.describe,
+            "env.list": self.own,
             "env.open": self.bridge.lease,
             "env.call": self.bridge.step,
             "env.offer": self.bridge.offer,
@@ -133,12 +131,24 @@ class Gateway:
         handlers = self.handlers()
         for call in CALLS:
             handler = handlers[call.local] if call.local in PATIENT else self._in_turn(handlers[call.local])
+            handler = self._for_somebody(handler) if call.local in BEGIN else handler
             await self.bus.serve(call.name, self._within(handler), queue="gateway", tenant="*")
 
     def _in_turn(self, handler: Handler) -> Handler:
         async def handle(message: Any, incoming: Incoming) -> Any:
             async with self.turns.of(incoming.tokens["tenant"]):
                 return await handler(message, incoming)
+
+        return handle
+
+    def _for_somebody(self, handler: Handler) -> Handler:
+        """The provider may speak for any tenant that there is."""
+
+        async def handle(message: Any, incoming: Incoming) -> Any:
+            tenant = incoming.tokens["tenant"]
+            if by_provider(incoming) and tenant not in self.met:
+                await check_known(self.bus, tenant)
+            return await handler(message, incoming)
 
         return handle
 
@@ -169,6 +179,10 @@ class Gateway:
         tenant, name = incoming.tokens["tenant"], _call_of(incoming)
         self._allow(tenant)
         await self._check(tenant, message)
+        if isinstance(message, JobCancel | JobPause) and not message.reason:
+            done = "cancelled" if isinstance(message, JobCancel) else "paused"
+            who = "provider" if by_provider(incoming) else "tenant"
+            message = msgspec.structs.replace(message, reason=f"{done} by the {who}")
         submission = f"{tenant}/{name}/{await self._id(tenant, message, incoming)}"
         return await self._publish(name, message, tenant, submission, incoming)
 
@@ -179,7 +193,7 @@ class Gateway:
             await introduce(self.bus, tenant)
             self.met.add(tenant)
         # First: nothing is done of which nobody can say who asked for it.
-        await audit(self.bus, tenant, name, _job_of(message), "asked", "", key=submission, caller=_caller(incoming))
+        await audit(self.bus, tenant, name, _job_of(message), "asked", "", key=submission, caller=caller(incoming))
         after = await last_sequence(self.bus, "EVENTS")
         stored = await self.bus.publish(name, message, msg_id=submission, deadline=ORDER_S, tenant=tenant)
         return Taken(submission=submission, after=0 if stored.duplicate else after, duplicate=stored.duplicate)
@@ -199,6 +213,8 @@ class Gateway:
         """What is known to be wrong by now is said now."""
         if len(getattr(message, "reason", "")) > REASON_LENGTH:
             raise BadMessage(f"reason: longer than {REASON_LENGTH} characters; say it in fewer")
+        if isinstance(message, JobSpec):
+            await plan_data.check(self.bus, tenant, message)
         if isinstance(message, JobCancel | JobPause | JobResume):
             entry = await self.kv.get(registry.job_key(tenant, message.job), JobState)
             if entry is None:
@@ -267,7 +283,11 @@ class Gateway:
                 )
             await self.bus.blobs.put(data, media_type=ref.media_type)
 
-    # Datasets
+    # What a tenant's jobs can name
+
+    async def own(self, query: OwnQuery, incoming: Incoming) -> OwnPage:
+        """Environments of its own."""
+        return await offers.listed(self.bus, incoming.tokens["tenant"], query)
 
     async def data(self, message: Any, incoming: Incoming) -> Any:
         """A call on datasets is answered by an environment worker: they lie on its disk."""
@@ -276,7 +296,10 @@ class Gateway:
             if isinstance(message, DatasetCommit | DatasetDrop):
                 self._allow(tenant)
                 key = f"{tenant}/{message.upload if isinstance(message, DatasetCommit) else uuid.uuid4().hex}"
-                await audit(self.bus, tenant, name, "_", "asked", message.dataset, key=key, caller=_caller(incoming))
+                await audit(self.bus, tenant, name, "_", "asked", message.dataset, key=key, caller=caller(incoming))
+            if isinstance(message, DatasetQuery) and message.dataset:
+                found = await plan_data.look(self.bus, tenant, message.dataset)
+                return DatasetPage(datasets=[found] if found is not None else [])
             return await self.bus.request(name, message, timeout=DATA_S, tenant=tenant)
 
     async def begin_data(self, message: DatasetBegin, incoming: Incoming) -> DatasetBegun:
@@ -341,15 +364,6 @@ def _job_of(message: Any) -> str:
     if isinstance(message, PolicyPin):
         return message.policy.partition("@")[0]
     return message.name if isinstance(message, JobSpec) or hasattr(message, "contract") else message.job
-
-
-def _caller(incoming: Incoming) -> str:
-    """Public key of who asked; empty for the provider, whose requests come from no other account."""
-    info = incoming.headers.get("Nats-Request-Info", "")
-    try:
-        return msgspec.json.decode(info, type=_Caller).user if info else ""
-    except msgspec.MsgspecError:
-        return "unreadable"
 
 
 async def main(context: Context) -> None:

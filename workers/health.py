@@ -7,6 +7,7 @@ Killed  the host restarts it directly; it learns the workers again from their ne
 """
 
 import asyncio
+import contextlib
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +22,10 @@ from schemas.control import Cause, Heartbeat, Known, ProcessExit, ProcessOrder, 
 ROLE: Role = "health"
 
 TICK_S = 0.25
-ORDER_S = 10.0  # for a host to answer
+ORDER_S = 5.0  # for a host to do what it is told, …
+ANSWER_S = 2.0  # … and to answer: then it is told again, since a server that dies takes with it what was on its way
+PAUSE_S = 0.25
+TELL_S = 1.0  # a restart waits no longer for its event to be stored
 FORGET_S = 120.0  # a lost worker that no host brings back
 LATEST_BACKOFF_S = 10.0
 AGAIN_S = 5.0  # before a host is asked again that did not answer
@@ -83,17 +87,22 @@ class Health:
         seen.busy, seen.progress = message.busy, message.progress
 
     async def exited(self, message: ProcessExit, _tokens: dict[str, str]) -> None:
-        """A supervised process ended: no need to wait for missed heartbeats. Code 0 is a worker that drained."""
-        if message.ordered or message.returncode == 0:
+        """A supervised process ended: no need to wait for missed heartbeats. Only its host's order makes that an end for good:
+        one that drained because somebody else sent it a signal is as much missed as one that crashed.
+        """
+        if message.ordered:
             self.leave(message.worker, message.pid)
             return
         seen = self.workers.get(message.worker)
         if seen is None:
             clock = time.monotonic()
             seen = self.workers[message.worker] = Seen(message.role, message.host, message.pid, clock, "lost", False, 0, clock)
+        if seen.ordered and message.pid != seen.pid:  # the new process, which ended before it said a word
+            seen.pid, seen.ordered = message.pid, False
         if message.pid == seen.pid:
             words = f": {message.words}" if message.words else ""
-            await self.lose(message.worker, seen, message.cause or "code", ending(message.returncode) + words)
+            why = ending(message.returncode) if message.returncode else "it left, and its host had not told it to"
+            await self.lose(message.worker, seen, message.cause or "code", why + words)
 
     def leave(self, name: str, pid: int) -> None:
         """It is not to come back, and nobody is to miss it."""
@@ -133,45 +142,66 @@ class Health:
         if seen.ordered or clock < seen.again:
             return
         seen.restarts = [t for t in seen.restarts if clock - t < settings.loop_window_s]
-        looping = len(seen.restarts) >= settings.loop_limit
-        if seen.lost != seen.pid:
-            seen.lost, seen.cause = seen.pid, cause
-            await self.context.event(
-                "worker.lost", PROVIDER, key=f"lost/{name}/{seen.pid}", message=f"{name} (process {seen.pid}), {cause}: {why}",
-                data={
-                    "role": seen.role, "worker": name, "host": seen.host, "pid": seen.pid, "cause": cause, "reason": why,
-                    "restarts": len(seen.restarts),
-                },
+        before, pid = len(seen.restarts), seen.pid
+        looping = before >= settings.loop_limit
+        new, tired = seen.lost != pid, looping and seen.state != "given up"
+        seen.lost, seen.ordered, seen.state = pid, not looping, "given up" if looping else "restarting"
+        if not looping:
+            seen.restarts.append(clock)
+        if new:
+            seen.cause = cause
+            await self.tell(
+                f"lost/{name}/{pid}", f"{name} (process {pid}), {cause}: {why}",
+                role=seen.role, worker=name, host=seen.host, pid=pid, cause=cause, reason=why, restarts=before,
             )  # fmt: skip
-        if looping:
-            if seen.state != "given up":
-                seen.state = "given up"
-                await self.context.event(
-                    "worker.lost", PROVIDER, key=f"looping/{name}/{seen.pid}",
-                    message=f"{name} ended {len(seen.restarts)} times in {settings.loop_window_s:g} s; left alone for a while",
-                    data={"role": seen.role, "worker": name, "cause": seen.cause, "looping": True},
-                )  # fmt: skip
-            return
-        seen.state, seen.ordered = "restarting", True
-        seen.restarts.append(clock)
-        delay = settings.backoff_s * (2 ** (len(seen.restarts) - 1) - 1)  # the first restart is immediate
-        # Beside the others: whoever crashes again and again must not keep those waiting that ended once.
-        self.context.bus.spawn(self.restart(name, seen, why, min(delay, LATEST_BACKOFF_S)))
+        if tired:
+            await self.tell(
+                f"looping/{name}/{pid}", f"{name} ended {before} times in {settings.loop_window_s:g} s; left alone for a while",
+                role=seen.role, worker=name, cause=seen.cause, looping=True,
+            )  # fmt: skip
+        if not looping:
+            delay = settings.backoff_s * (2**before - 1)  # the first restart is immediate
+            # Beside the others: whoever crashes again and again must not keep those waiting that ended once.
+            self.context.bus.spawn(self.restart(name, seen, why, pid, min(delay, LATEST_BACKOFF_S)))
 
-    async def restart(self, name: str, seen: Seen, why: str, delay: float) -> None:
-        """Ask the host for a new process, after `delay` seconds."""
+    async def tell(self, key: str, message: str, **data: Any) -> None:
+        """Publish an event of a loss. A stream that cannot take it yet holds up no restart for longer than a moment."""
+        told = asyncio.Event()
+
+        async def publish() -> None:
+            try:
+                await self.context.event("worker.lost", PROVIDER, key=key, message=message, data=data)
+            except NexusError as error:
+                self.context.log.warning("an event could not be stored", about=message, error=str(error))
+            told.set()
+
+        self.context.bus.spawn(publish())
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(told.wait(), TELL_S)
+
+    async def restart(self, name: str, seen: Seen, why: str, pid: int, delay: float) -> None:
+        """Ask the host for a new process in the place of `pid`, after `delay` seconds."""
         await asyncio.sleep(delay)
-        order = ProcessOrder(worker=name, action="restart", reason=why.partition(":")[0], pid=seen.pid)
+        order, error = ProcessOrder(worker=name, action="restart", reason=why.partition(":")[0], pid=pid), ""
         try:
-            await self.context.bus.request("host.order", order, timeout=ORDER_S, host=seen.host)
-            seen.total += 1
-        except NotFound:  # it was told to stop, or its host is another one by now
-            self.leave(name, seen.pid)
-        except NexusError as error:
+            async with asyncio.timeout(ORDER_S):
+                while seen.pid == pid:  # else it is back: an order was followed, and the answer did not arrive
+                    try:
+                        await self.context.bus.request("host.order", order, timeout=ANSWER_S, host=seen.host)
+                    except NotFound:  # it was told to stop, or its host is another one by now
+                        self.leave(name, pid)
+                        return
+                    except NexusError as failed:  # a server that was away, and its host is not connected yet?
+                        error = str(failed)
+                        await asyncio.sleep(PAUSE_S)
+                    else:
+                        seen.total += 1
+                        return
+        except TimeoutError:
             # A machine that is gone with its host, or a worker that somebody else looks after, say Kubernetes.
             seen.state, seen.ordered, seen.again = "lost", False, time.monotonic() + AGAIN_S
             seen.restarts.pop()
-            self.context.log.warning("no host restarted a worker", worker=name, host=seen.host, error=str(error))
+            self.context.log.warning("no host restarted a worker", worker=name, host=seen.host, error=error)
 
     async def known(self, _query: WorkersQuery, _incoming: Incoming) -> WorkersKnown:
         """Everybody, for `nexus workers`."""

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 ROLE: Role = "inference"
 
 DRAIN_S = 1.0  # for answers on their way when told to stop
-HOLD_S = 0.9  # what is held is said to be in progress this often; less than a third of the durable's ack_wait
+HOLD_S = 0.6  # what is held is said to be in progress this often; less than a third of the durable's ack_wait
 CANARY_IDLE_S = 0.02  # nothing came for so long: the canary runs
 CANARY_GROUPS = 50  # or so many groups after its answer
 
@@ -282,6 +282,7 @@ class Inference:
                 tenants=tenants,
                 queue_s=max(0.0, (start_ns - ask.delivery.published_ns) / 1e9),
                 device_s=share,
+                clipped=acted.clipped,
             )
             await self.send(ask.delivery, reply)
             done.append(ask.delivery)

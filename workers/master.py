@@ -2,8 +2,8 @@
 
 Reads   JOBS (job.*, policy.import, policy.pin: a durable consumer per tenant, served by turns), registry (accounts, jobs,
         policy versions), USAGE, blobs.
-Writes  registry (jobs; imported, pinned and retired versions), ROLLOUT (orders), EVENTS, AUDIT, USAGE (what is stored); makes
-        and removes a job's consumers; deletes blobs of retired versions.
+Writes  registry (jobs; imported, pinned and retired versions), ROLLOUT (orders), EVENTS, AUDIT, USAGE (what is stored, and
+        sums in the place of old records); makes and removes a job's consumers; deletes blobs of retired versions.
 Killed  at any moment: an order is handed out before the state that counts it is written, and both carry ids, so the
         redelivered message does the same again. Several masters may run: states change by compare-and-set.
 """
@@ -28,6 +28,7 @@ from nexus_bus.pausing import Pausing
 from nexus_bus.plan import compile_plan, names_own
 from nexus_bus.policies import Policies
 from nexus_bus.quotas import Quotas
+from nexus_bus.rollup import Rollup
 from nexus_bus.roster import Roster
 from nexus_bus.serving import AHEAD, Serving
 from nexus_bus.states import States
@@ -56,6 +57,7 @@ class Master:
         self.kv = context.bus.kv("registry")
         self.policies = Policies(context)
         self.stored = Stored(context)
+        self.rollup = Rollup(context.bus)
         self.settings: MasterConfig = context.config or MasterConfig()
         self.roster = Roster(context.bus)
         self.quotas = Quotas(context.bus, self.roster, Limits(self.settings.max_jobs, self.settings.max_queued))
@@ -70,6 +72,7 @@ class Master:
 
     async def serve(self) -> None:
         """Take orders and reports until told to stop: of each tenant in their order, of several tenants by turns."""
+        await self.quotas.announce()
         await self.serving.consume(self.handle, stop=self.context.stop, concurrency=1)
 
     async def handle(self, delivery: Delivery) -> Outcome:
@@ -81,7 +84,7 @@ class Master:
         elif isinstance(message, JobSpec):
             await self.submit(message, tenant, delivery.msg_id)
         elif isinstance(message, JobCancel):
-            await self.states.end(tenant, message.job, "cancelled", message.reason or "cancelled by the tenant")
+            await self.states.end(tenant, message.job, "cancelled", message.reason or "cancelled by the provider")
         elif isinstance(message, JobPause | JobResume):
             await self.pausing.handle(message, tenant, delivery.msg_id)
         elif isinstance(message, JobReport):
@@ -144,11 +147,11 @@ class Master:
                 tenant, spec.name, submission, f"name: a job {spec.name!r} exists already; choose another name"
             )
             return
-        if known is None and await self.policies.imported(tenant, spec.name):
-            why = f"name: {spec.name}@0 was imported under this name; choose another name"
+        if known is None and (why := admission.refusal(await self.roster.of(tenant), await self.quotas.of(tenant))):
             await self.states.refuse(tenant, spec.name, submission, why)
             return
-        if known is None and (why := admission.refusal(await self.roster.of(tenant), await self.quotas.of(tenant))):
+        if known is None and await self.policies.imported(tenant, spec.name):
+            why = f"name: {spec.name}@0 was imported under this name; choose another name"
             await self.states.refuse(tenant, spec.name, submission, why)
             return
         try:
@@ -251,6 +254,7 @@ class Master:
                 await self.bus.drop("TRAINING", on)
         await self.policies.sweep()
         await self.stored.sweep()
+        await self.rollup.sweep()
 
     async def _look(self, state: JobState, limits: Limits) -> None:
         """What seems due is read again first: another master may have moved the job, and this one hear of it late."""
@@ -299,7 +303,7 @@ class Master:
         verdict = admission.verdicts(own, limits, state)[job]
         if verdict.limit:
             if verdict.limit != state.limit or not (state.queued or admission.held(state)):
-                await self._stopped(entry, verdict, admission.estimate(verdict, await self.roster.past(tenant), limits))
+                await self._stopped(entry, verdict, admission.estimate(verdict, await self.roster.past(tenant), limits, own))
         elif admission.held(state):
             await self.pausing.release(state)
         else:

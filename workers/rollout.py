@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from nexus_bus import registry, telemetry, worker
+from nexus_bus import __version__, registry, telemetry, worker
 from nexus_bus.bus import Bus, Delivery, Done, Outcome, Retry, rollout_durable
 from nexus_bus.clock import now
 from nexus_bus.envs.offered import is_own
@@ -57,6 +57,7 @@ class Episode:
     final_value: float = 0.0
     simulate_s: float = 0.0
     forward_s: float = 0.0
+    clipped: float = 0.0  # of its actions: the sum of each one's share of components outside the bounds
 
     @property
     def success(self) -> bool:
@@ -100,7 +101,7 @@ class Rollout:
                 if order.purpose == "train":
                     await self._hand_on(episode, name, simulator)
                 else:
-                    await self._record(episode, order.purpose, simulator, time.monotonic() - started)
+                    await self._record(episode, order.purpose, simulator, time.monotonic() - started, delivery.num_delivered)
                 await self._report(episode, delivery.msg_id, simulator, time.monotonic() - started)
         except _Over:
             return ENDED
@@ -164,6 +165,7 @@ class Rollout:
         episode.last = reply
         episode.simulate_s += reply.device_s
         episode.forward_s += answer.device_s
+        episode.clipped += executed * max(answer.clipped, reply.clipped)  # whoever answers with actions may cut them already
         self.context.pulse.progress += 1
 
     async def _open_session(self, order: RolloutOrder) -> SessionOpened:
@@ -252,7 +254,7 @@ class Rollout:
         with telemetry.span("record.publish"):
             await self.bus.publish("train.record", record, msg_id=f"{order.tenant}/{name}", tenant=order.tenant, job=order.job)
 
-    async def _record(self, episode: Episode, purpose: Purpose, simulator: str, seconds: float) -> None:
+    async def _record(self, episode: Episode, purpose: Purpose, simulator: str, seconds: float, attempts: int) -> None:
         order = episode.order
         spent = episode.simulate_s + episode.forward_s
         recorded = EvaluationEpisode(
@@ -272,6 +274,9 @@ class Rollout:
             wait_s=max(0.0, seconds - spent),
             simulator=simulator,
             time=now(),
+            attempts=attempts,
+            service=__version__,
+            clipped=episode.clipped / max(1, len(episode.rewards)),
         )
         seen = [step.observation for step in episode.steps]
         if episode.last.observation is not None:

@@ -222,6 +222,7 @@ class Trainer:
     async def alarm(self) -> None:
         """Tell of samples that came out otherwise in a group than alone: a promise is broken on this machine."""
         for gap in self.group.canary.take():
+            self.context.pulse.gauges["canary_gaps"] = self.context.pulse.gauges.get("canary_gaps", 0) + 1
             numbers = {"error": gap.error, "tolerance": gap.tolerance, "group": gap.group}
             self.context.log.error("a grouped feature differs from the same one alone", feature_id=gap.feature_id, **numbers)
             await self.context.event(

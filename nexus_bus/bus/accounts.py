@@ -1,10 +1,13 @@
 """Changing accounts on a server that runs: a signed token goes in, and counts from then on. No restart, no reload."""
 
+import asyncio
 import json
+import time
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from nats.errors import Error as NatsError
+from nats.errors import NoRespondersError
 
 from nexus_bus.bus.jwt import contents
 from nexus_bus.errors import Denied, Unavailable
@@ -13,6 +16,7 @@ if TYPE_CHECKING:
     from nexus_bus.bus.connection import Bus
 
 ANSWER_S = 5.0
+PATIENCE_S = 10.0
 
 
 async def push(system: "Bus", token: str) -> None:
@@ -38,7 +42,7 @@ async def known(system: "Bus", token: str) -> bool:
     wanted = contents(token)
     on = f"$SYS.REQ.ACCOUNT.{wanted.get('sub')}.CLAIMS.LOOKUP"
     try:
-        answer = await system.client.request(on, b"", timeout=ANSWER_S)
+        answer = await _answer(system, on, "")
     except (NatsError, TimeoutError) as error:
         raise Unavailable(f"accounts: no answer on {on}: {error!r}; are these the system's credentials?") from None
     return contents(answer.data.decode(errors="replace")).get("nats") == wanted["nats"]
@@ -55,8 +59,7 @@ async def clock(system: "Bus") -> int:
 
 async def _ask(system: "Bus", on: str, token: str) -> dict[str, Any]:
     try:
-        answer = await system.client.request(on, token.encode(), timeout=ANSWER_S)
-        content: dict[str, Any] = json.loads(answer.data)
+        content: dict[str, Any] = json.loads((await _answer(system, on, token)).data)
     except (NatsError, TimeoutError, ValueError) as error:
         raise Unavailable(
             f"accounts: the server does not answer on {on}: {error!r}; are these the system's credentials?"
@@ -65,3 +68,18 @@ async def _ask(system: "Bus", on: str, token: str) -> dict[str, Any]:
         text = f"accounts: the server refused the token: {error.get('description', error)}"
         raise Denied(text) if "trust" in text or "operator" in text else Unavailable(text)
     return content
+
+
+async def _answer(system: "Bus", on: str, token: str) -> Any:
+    """Asked again while the server is away: all of this may be done twice."""
+    ends = time.monotonic() + PATIENCE_S
+    while True:
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                await system.up.wait()
+                return await system.client.request(on, token.encode(), timeout=ANSWER_S)
+        except NoRespondersError:
+            raise
+        except (NatsError, TimeoutError):
+            if time.monotonic() > ends:
+                raise

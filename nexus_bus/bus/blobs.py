@@ -28,6 +28,7 @@ CHUNK_BYTES = 1 << 20
 WRITE_WINDOW = 8  # chunks in flight
 READ_BATCH = 4  # chunks asked for at once: what waits behind them on the connection, an inference request, waits for no more
 SILENCE_S = 3.0
+PAUSE_S = 0.05
 HASH_INLINE = 1 << 20  # larger content is hashed off the loop
 
 
@@ -164,13 +165,21 @@ class Blobs:
                         position, seq = end, at + 1
                 except (NatsError, TimeoutError):
                     continue  # the server went away: ask again from where we are
-                if status == "404" and position < info.size:
+                if status not in ("204", "404"):  # nobody there right now
+                    await asyncio.sleep(PAUSE_S)
+                elif status == "404" and position < info.size and not await self._held(info.nuid, seq):
                     raise NotFound(
                         f"blob {info.name[:12]}… in {self._bucket} is damaged: it ends at byte {position} of {info.size}"
                     )
         finally:
             await _unsubscribe(sub)
         return bytes(out)
+
+    async def _held(self, nuid: str, seq: int) -> bool:
+        """Whether there is a chunk from `seq` on: in a cluster the copy that we read may be behind, the leader's is not."""
+        request = {"seq": seq, "next_by_subj": f"$O.{self._bucket}.C.{nuid}"}
+        answer = await self._bus.ask(f"$JS.API.STREAM.MSG.GET.{self._stream}", json.dumps(request).encode())
+        return b'"error":{' not in answer.data
 
     async def _ask(self, inbox: str, nuid: str, seq: int) -> None:
         async with asyncio.timeout(SILENCE_S):

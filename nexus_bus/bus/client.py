@@ -75,11 +75,21 @@ class GuardedClient(Client):
             raise asyncio.CancelledError
 
     async def _close(self, status: int, do_cbs: bool = True) -> None:
-        """The stock client raises where the server cut it off with bytes unsent; they are lost, and it closes all the same."""
+        """The stock client raises where the server cut it off with bytes unsent; they are lost, and it closes all the same.
+
+        Where it is just coming back, it cancels that, and with it what it itself is about to wait for: the end of the socket.
+        """
+        task = asyncio.current_task()
+        before = task.cancelling() if task else 0
         try:
             await super()._close(status, do_cbs)
         except OSError:
             self._status = Client.DISCONNECTED
+            await super()._close(status, do_cbs)
+        except asyncio.CancelledError:
+            if task and task.cancelling() > before:
+                raise
+            self._status, self._transport = Client.DISCONNECTED, None
             await super()._close(status, do_cbs)
 
     async def ask(self, on: str, payload: bytes, headers: dict[str, str]) -> "asyncio.Future[Msg]":

@@ -129,6 +129,11 @@ class Bus(ServerApi):
         """Whom the connection speaks for; None: the provider, who may speak for everybody."""
         return self.creds.tenant if self.creds is not None else None
 
+    @property
+    def key(self) -> str:
+        """Public key of the credentials in use; empty where the server asks for none."""
+        return self.creds.user if self.creds is not None else ""
+
     async def _open(self, streams: bool) -> None:
         secret: dict[str, Any] = {}
         if self.creds is not None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Self
 import msgspec
 from nats.aio.msg import Msg
 from nats.errors import Error as NatsError
+from nats.errors import NoRespondersError
 
 from nexus_bus import faults
 from nexus_bus.bus import headers as wire
@@ -25,6 +26,7 @@ NAME = re.compile(NAME_PATTERN)
 INBOX = re.compile(r"_INBOX(\.[A-Za-z0-9_-]{1,64}){1,4}")
 ACK_S = 15.0  # an acknowledgement is repeated for this long: a restarting server is back by then
 ANSWER_S = 1.0
+ELECTION_S = 5.0  # of a consumer in a cluster: meanwhile nobody hears an acknowledgement, and what it delivered still counts
 
 
 class Delivery:
@@ -124,10 +126,13 @@ class Delivery:
             try:
                 await self._bus.client.request(self._msg.reply, b"+ACK", timeout=ANSWER_S)
                 break
-            except (NatsError, TimeoutError):
+            except (NatsError, TimeoutError) as error:
                 # A repeated acknowledgement is met with silence. A work queue has dropped what was acknowledged: look there.
                 if not await self._stored():
                     break
+                if isinstance(error, NoRespondersError) and time.monotonic() < ends - ACK_S + ELECTION_S:
+                    await asyncio.sleep(0.1)
+                    continue
                 unanswered += 1
         else:
             raise Unavailable(f"acknowledgement of {self.msg_id} not confirmed; it will be delivered again")

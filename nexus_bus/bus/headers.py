@@ -14,6 +14,7 @@ from schemas.subjects import SubjectEntry
 MSG_ID = "Nats-Msg-Id"
 CONTENT_TYPE = "Content-Type"
 REPLY_TO = "Nexus-Reply-To"
+CALLER = "Nexus-Caller"  # of the provider's requests: the key of who asks; of a tenant's the server says it
 BLOB = "Nexus-Blob"  # the payload is a BlobRef; the message itself lies in the object store
 ERROR_CODE = "Nexus-Error-Code"  # of a reply whose payload is the text of an error
 PROBE = "Nexus-Probe"  # of a request that wants no answer but to know that somebody is there

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from datetime import datetime
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 PAGE_BYTES = 2 << 20  # of one page, about
 SILENCE_S = 3.0
+PAUSE_S = 0.05
 
 
 @dataclass(frozen=True)
@@ -65,12 +67,21 @@ async def _answers(bus: "Bus", on: str, request: dict[str, Any]) -> AsyncIterato
     queue: asyncio.Queue[Any] = asyncio.Queue()
     inbox = bus.client.new_inbox()
     subscription = await bus.listen(inbox, queue.put)
+    ends = time.monotonic() + SILENCE_S
     try:
         async with asyncio.timeout(SILENCE_S):
             await bus.up.wait()
         await bus.client.publish(on, json.dumps(request).encode(), reply=inbox)
-        while not (status := wire.get(msg := await asyncio.wait_for(queue.get(), SILENCE_S), "Status")):
-            yield msg
+        while True:
+            msg = await asyncio.wait_for(queue.get(), SILENCE_S)
+            status = wire.get(msg, "Status")
+            if not status:
+                yield msg
+            elif status == "503" and time.monotonic() < ends:  # JetStream opens a little later than the server
+                await asyncio.sleep(PAUSE_S)
+                await bus.client.publish(on, json.dumps(request).encode(), reply=inbox)
+            else:
+                break
         if status not in ("204", "404"):
             raise Unavailable(f"{on}: {status} {wire.get(msg, 'Description')}")
     except (NatsError, TimeoutError) as error:

@@ -40,7 +40,9 @@ class Published:
     duplicate: bool
 
 
-class _ServerError(msgspec.Struct):
+class ServerError(msgspec.Struct):
+    """What the server says it is about."""
+
     code: int = 0
     err_code: int = 0
     description: str = ""
@@ -49,7 +51,7 @@ class _ServerError(msgspec.Struct):
 class _Confirmation(msgspec.Struct):
     seq: int = 0
     duplicate: bool = False
-    error: _ServerError | None = None
+    error: ServerError | None = None
 
 
 _CONFIRMATION = msgspec.json.Decoder(_Confirmation)
@@ -110,12 +112,13 @@ class Publisher:
             Unavailable: not confirmed within `deadline` seconds.
         """
         ends = time.monotonic() + deadline
-        pause, why = 0.02, "no answer from the server"
+        pause, why = 0.02, ""
         while (left := ends - time.monotonic()) > 0:
             try:
                 return await self._once(on, payload, given, min(left, RESEND_S))
-            except TimeoutError:
-                why = "no answer from the server"  # sent again under the same id
+            except TimeoutError:  # sent again under the same id
+                if not why or left > RESEND_S:  # else there was no time left for an answer, and the one before holds
+                    why = "no answer from the server"
             except _NotNowError as error:
                 why = str(error)
                 if pause == PAUSE_S:
@@ -157,7 +160,7 @@ class Publisher:
             future.set_exception(_meaning(answer.error))
 
 
-def _meaning(error: _ServerError) -> NexusError:
+def _meaning(error: ServerError) -> NexusError:
     if error.err_code in WRONG_REVISION:
         return Conflict(f"changed by somebody else first ({error.description})")
     if error.err_code in FULL:

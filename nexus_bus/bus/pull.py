@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 # Who is cut off cannot end its request: so long the server delivers into the void, each message again after every ack_wait, and
 # counts. A message must not be given up for that.
-EXPIRES_S = 8.0
+EXPIRES_S = 6.0
 HEARTBEAT_S = 1.0
 SILENCE_S = 2.5
 START_S = 15.0

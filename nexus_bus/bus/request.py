@@ -44,6 +44,8 @@ async def request(
     if bus.denied and not bus.up.is_set():
         raise Denied(bus.denied)
     given = wire.build(row, bus.name, extra=headers)
+    if row.producer in ("tenant", "cli") and bus.tenant is None and bus.key:
+        given[wire.CALLER] = bus.key
     try:
         async with asyncio.timeout(timeout):
             await bus.up.wait()

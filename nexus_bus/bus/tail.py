@@ -5,6 +5,7 @@ made again from the last message seen.
 """
 
 import asyncio
+import contextlib
 import uuid
 from collections import deque
 from collections.abc import AsyncIterator
@@ -77,9 +78,10 @@ class Reader:
         while self._buffer or self._to_come:
             if await self._filled(2.0):
                 yield await self._next()
-            else:  # what was to come may have been purged
-                info = await self._bus.js.consumer_info(self._stream, self._consumer)
-                self._to_come = info.num_pending or 0
+            else:  # what was to come may have been purged, or the consumer is lost with its server: then it is made anew
+                with contextlib.suppress(NatsError, TimeoutError):
+                    info = await self._bus.js.consumer_info(self._stream, self._consumer)
+                    self._to_come = info.num_pending or 0
 
     async def all(self) -> AsyncIterator[Any]:
         """What is stored, then what comes."""

@@ -113,7 +113,8 @@ class Board:
 
     async def _events(self, client: Client) -> None:
         async for event in client.events(self.job or ""):
-            self._moved.add((event.tenant, event.job))
+            if event.job != "_":  # of none
+                self._moved.add((event.tenant, event.job))
             self.note(event)
 
     async def _provider(self, bus: Bus) -> None:

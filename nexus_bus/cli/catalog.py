@@ -1,41 +1,34 @@
 """`nexus catalog`: what a job may name."""
 
+import asyncio
+import os
 from typing import Any
 
 import click
 
-from nexus_bus.cli.options import console, json_option, print_json
-from nexus_bus.errors import NotFound
+from nexus_bus import config
+from nexus_bus.cli.options import bus_options, connect, console, json_option, print_json
+from nexus_bus.errors import NexusError
 
 
 @click.command("catalog")
 @click.argument("name", required=False)
+@bus_options
 @json_option
-def catalog_command(name: str | None, as_json: bool) -> None:
+def catalog_command(name: str | None, url: str, tenant: str, as_json: bool) -> None:
     """Bases, heads, environments, tasks and options that a job document may name; NAME shows one of them whole.
 
-    NAME may be a checkpoint's directory or hub id, too: what a plan would find there.
+    Where a service is known, its tenant's own environments and datasets too. NAME may be a checkpoint's directory or hub id:
+    what a plan would find there.
     """
-    from nexus_bus.envs.catalog import ENVIRONMENTS
-    from nexus_bus.models.bases import SHIPPED
+    from nexus_bus.client.catalog import elsewhere, shipped
 
-    found: dict[str, dict[str, Any]] = {
-        "base": {key: _base(key) for key in SHIPPED},
-        "family": _families(),
-        "head": _heads(name),
-        "environment": {
-            key: {
-                "summary": env.summary,
-                "tasks": dict(env.tasks),
-                "options": _options(env.options),
-                "expert": env.expert,
-                "gl": env.gl,
-            }
-            for key, env in ENVIRONMENTS.items()
-        },
-    }
+    found = shipped(name)
+    if name is None or not any(name in entries for entries in found.values()):
+        for kind, entries in _own(url, tenant).items():
+            found[kind] = found.get(kind, {}) | entries
     if name is not None:
-        found = {kind: {name: entries[name]} for kind, entries in found.items() if name in entries} or _elsewhere(name)
+        found = {kind: {name: entries[name]} for kind, entries in found.items() if name in entries} or elsewhere(name)
     if as_json:
         print_json(found)
         return
@@ -55,67 +48,27 @@ def catalog_command(name: str | None, as_json: bool) -> None:
                 out.print(Text(f"    task {task}: “{'”, “'.join(sentences)}”"))
             for option, (default, meaning) in entry.get("options", {}).items():
                 out.print(Text(f"    {option} = {default!r}  ").append(meaning, style="dim"))
+            for feature, shape in entry.get("features", {}).items():
+                out.print(Text(f"    {feature}  ").append("×".join(map(str, shape)), style="dim"))
 
 
-def _heads(name: str | None) -> dict[str, dict[str, Any]]:
-    """Shipped heads whole; installed ones by name, for only the one that is asked for is imported."""
-    from nexus_bus.models.catalog import HEADS, head_entry, installed
+def _own(url: str, tenant: str) -> dict[str, dict[str, Any]]:
+    """What is the tenant's alone; nothing, and no word about it, where no service is known."""
+    if url == config.FALLBACK and not {"NEXUS_URL", config.CREDS} & os.environ.keys() and not config.started():
+        return {}
+    from nexus_bus import logs
+    from nexus_bus.client.catalog import dataset, own_environment
 
-    points = installed()
-    whole = HEADS if name not in points else {**HEADS, name: head_entry(name)}
-    found: dict[str, dict[str, Any]] = {
-        key: {"summary": head.summary, "rl": head.rl, "tiers": head.tiers, "options": _options(head.options)}
-        for key, head in whole.items()
-    }
-    for key, point in points.items():
-        found.setdefault(key, {"summary": f"installed: {point.value}; `nexus catalog {key}` shows its options"})
-    return found
+    found: dict[str, dict[str, Any]] = {"environment": {}, "dataset": {}}
 
+    async def ask() -> None:
+        async with connect(url, tenant) as client:
+            found["environment"] = {one.environment: own_environment(one) for one in await client.own_environments()}
+            found["dataset"] = {one.dataset: dataset(one) for one in await client.datasets()}
 
-def _base(name: str) -> dict[str, Any]:
-    """A backbone, with what a plan checks of it."""
-    from nexus_bus.models.bases import describe_backbone
-
-    info = describe_backbone(name)
-    return {
-        "summary": f"a {info.model_type}, {info.hidden} wide, {info.layers} layers; {info.tokens_per_view} tokens a view of "
-        f"{info.image_size} pixels, {info.max_tokens} a prompt, {info.query_tokens} of them queries",
-        "model_type": info.model_type,
-        "hidden": info.hidden,
-        "layers": info.layers,
-        "image_size": info.image_size,
-        "image_step": info.image_step,
-        "tokens_per_view": info.tokens_per_view,
-        "max_tokens": info.max_tokens,
-        "query_tokens": info.query_tokens,
-        "tiers": info.tiers,
-        "suffixes": info.suffixes,
-        "path": str(info.path),
-    }
-
-
-def _elsewhere(name: str) -> dict[str, dict[str, Any]]:
-    """A base that does not ship."""
+    logs.start("cli", "nexus", "error")
     try:
-        return {"base": {name: _base(name)}}
-    except NotFound as error:
-        raise NotFound(f"{name!r} is neither a head nor an environment, and as a base: {error}") from None
-
-
-def _families() -> dict[str, dict[str, Any]]:
-    """Kinds of checkpoints that a directory or a hub id may hold."""
-    from nexus_bus.models.bases import KINDS, PAIR, PAIR_TEXTS, PAIR_VISIONS
-
-    pair = f"a nexus.json that names a vision encoder ({', '.join(PAIR_VISIONS)}) and a text encoder ({', '.join(PAIR_TEXTS)})"
-    tiers = "tier frozen, lora"
-    return {
-        **{
-            key: {"summary": f"{tiers}; heads may append tokens" if kind.suffixes else tiers, "suffixes": kind.suffixes}
-            for key, kind in KINDS.items()
-        },
-        PAIR: {"summary": f"{pair}; tier frozen", "suffixes": False},
-    }
-
-
-def _options(options: Any) -> dict[str, tuple[Any, str]]:
-    return {name: (option.default, option.meaning) for name, option in options.items()}
+        asyncio.run(ask())
+    except NexusError as error:
+        click.echo(f"what is your own is not all listed: {error}", err=True)
+    return found

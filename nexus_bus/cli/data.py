@@ -7,8 +7,9 @@ from typing import Any
 
 import click
 
+from nexus_bus.cli import findings
 from nexus_bus.cli.datasets import COMMANDS
-from nexus_bus.cli.options import CONNECT_S, bus_options, console, json_option, pairs, print_json
+from nexus_bus.cli.options import CONNECT_S, Group, bus_options, console, json_option, pairs, print_json
 from nexus_bus.errors import NotFound, Refused
 
 Tell = Callable[[int, int], None]
@@ -16,7 +17,7 @@ DIRECTORY = click.Path(path_type=Path)
 replace_option = click.option("--replace", is_flag=True, help="TARGET is a dataset already: put this one in its place.")
 
 
-@click.group("data")
+@click.group("data", cls=Group)
 def data_command() -> None:
     """Datasets: LeRobot v2.0, v2.1 and v3.0, and LIBERO's HDF5 demonstrations."""
     try:
@@ -34,6 +35,7 @@ for _command in COMMANDS:  # what a service is asked for
 @json_option
 def data_inspect(dataset: Path, as_json: bool) -> None:
     """Features, episodes, cameras, sizes and tasks of DATASET, a directory."""
+    from nexus_bus.data.layout import IMAGES
     from nexus_bus.data.summary import summarize
 
     found = summarize(dataset)
@@ -50,7 +52,8 @@ def data_inspect(dataset: Path, as_json: bool) -> None:
     from rich.text import Text
 
     table = Table("feature", "dtype", "shape", "codec", box=None, pad_edge=False)
-    for key, feature in (found.features | found.cameras).items():
+    cameras = {key if "." in key else IMAGES + key: feature for key, feature in found.cameras.items()}
+    for key, feature in (found.features | cameras).items():
         shape = "×".join(map(str, feature["shape"]))
         table.add_row(Text(key), Text(feature["dtype"]), shape, Text(feature.get("codec", "")))
     out.print(table)
@@ -75,22 +78,13 @@ def data_check(context: click.Context, dataset: Path, every: int, as_json: bool)
     if as_json:
         print_json(report)
     else:
-        from rich.text import Text
+        from nexus_bus.data.check import counted
 
         out = console()
-        for finding in report.findings:
-            named = (("episode ", finding.episode), ("frame ", finding.frame), ("", finding.key))
-            where = ", ".join(f"{name}{value}" for name, value in named if value is not None)
-            line = Text(f"{finding.severity} ", style="red" if finding.severity == "error" else "yellow")
-            out.print(line.append(f"{finding.code} [{where}] {finding.text}", "default"))
-        for code, count in report.more.items():
-            out.print(f"… and {count} more of {code}")
-        warnings = len(report.findings) - report.errors
-        out.print(
-            f"{report.dataset}: {report.episodes} episodes, {report.frames} frames, {report.pictures} pictures looked at: "
-            f"{report.errors} errors, {warnings} warnings",
-            markup=False,
-        )
+        findings.tell(report, out, "error", "warning", "notice")
+        held = f"{counted(report.episodes, 'episode')}, {counted(report.frames, 'frame')}"
+        looked = f"{counted(report.pictures, 'picture')} looked at"
+        out.print(f"{report.dataset}: {held}, {looked}: {findings.count(report)}", markup=False, soft_wrap=True)
     if report.errors:
         context.exit(1)
 

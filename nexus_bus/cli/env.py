@@ -4,11 +4,11 @@ from typing import Any
 
 import click
 
-from nexus_bus.cli.options import console, json_option, print_json
+from nexus_bus.cli.options import Group, console, json_option, print_json
 from nexus_bus.errors import BadJob, EnvironmentFault
 
 
-@click.group("env")
+@click.group("env", cls=Group)
 def env_command() -> None:
     """Simulators with packages of their own: each is installed once, and its sessions run there."""
 
@@ -56,7 +56,13 @@ def install_command(name: str) -> None:
 @env_command.command("check")
 @click.argument("name")
 @click.option("--task", help="A task of the environment.  [default: its first]")
-@click.option("--resets", type=click.IntRange(0, 100_000), default=0, show_default=True, help="Resets of the leak check.")
+@click.option(
+    "--resets",
+    type=click.IntRange(0, 100_000),
+    default=0,
+    show_default=True,
+    help="Also look for what so many resets leave behind, e.g. 200.",
+)
 def check_command(name: str, task: str | None, resets: int) -> int:
     """Run the conformance check on an environment, or on MODULE:CALLABLE of your own; 1 if it finds something.
 
@@ -67,7 +73,7 @@ def check_command(name: str, task: str | None, resets: int) -> int:
     from schemas.job import EnvironmentSpec
 
     if ":" in name:
-        return _tell(name, recipes.conformance("", name, task or "", resets=resets))
+        return _tell(name, recipes.conformance("", name, task or "", resets=resets), resets)
     environments = _served(name) if name in recipes.RECIPES else [name]
     found: list[str] = []
     for environment in environments:
@@ -80,14 +86,17 @@ def check_command(name: str, task: str | None, resets: int) -> int:
         if not chosen:
             raise BadJob(f"--task: {environment} has no first task; name one")
         found += [f"{environment} {chosen}: {one}" for one in recipes.conformance(venv, environment, chosen, resets=resets)]
-    return _tell(", ".join(environments), found)
+    return _tell(", ".join(environments), found, resets)
 
 
-def _tell(name: str, found: list[str]) -> int:
+def _tell(name: str, found: list[str], resets: int) -> int:
     for finding in found:
         click.echo(finding)
+    left_out = "" if resets else "not checked: what resets leave behind (--resets 200)"
     if not found:
-        click.echo(f"{name} conforms")
+        click.echo(f"{name} conforms{left_out and '; '}{left_out}")
+    elif left_out:
+        click.echo(left_out)
     return 1 if found else 0
 
 

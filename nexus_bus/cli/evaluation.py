@@ -24,7 +24,12 @@ EPISODES, SEED = 60, 10_000
 )
 @click.option("--env", "environment", metavar="ID:TASK", help="Environment and task.  [default: those the job trained in]")
 @click.option("--option", "options", multiple=True, metavar="KEY=VALUE", help="Environment option, with --env.")
-@click.option("--episodes", type=click.IntRange(1), help="How many.", show_default=str(EPISODES))
+@click.option(
+    "--episodes",
+    type=click.IntRange(1),
+    help="How many of each task.",
+    show_default=f"{EPISODES}, or as many as a task has recorded starts",
+)
 @click.option("--seed", type=click.IntRange(0), help="Trial i runs with seed + i.", show_default=str(SEED))
 @click.option("--name", help="Name of the evaluation job.  [default: from policy and protocol]")
 @bus_options
@@ -65,11 +70,11 @@ async def eval_command(
             ref, where, evaluation = _by_protocol(protocol, policy)
             ref = await _pinned(client, ref)
         else:
-            from schemas.job import EvaluationSpec
+            from nexus_bus.evaluation.protocol import default_of
 
             ref = policy or ""
             where = await _environment(client, ref, environment, options)
-            evaluation = EvaluationSpec(**{"episodes": EPISODES, "seed": SEED, **flags})
+            evaluation = msgspec.structs.replace(default_of(where), **flags)
         return await _evaluate(client, ref, where, evaluation, name, wait, as_json)
 
 
@@ -109,9 +114,10 @@ async def _evaluate(client: Any, policy: str, where: Any, evaluation: Any, name:
     if state is None:
         submission = await client.evaluate(policy, where, evaluation=evaluation, name=name)
         return await answer(client, submission, wait, as_json)
-    spec = state.plan.spec
-    if (spec.init, spec.evaluation) != (policy, evaluation):
-        raise BadJob(f"name: a job {name!r} exists and is another one; choose another name")
+    from nexus_bus.evaluation.protocol import departures
+
+    if other := departures(state.plan, policy, where, evaluation):
+        raise BadJob(f"name: a job {name!r} exists, and it is not the one asked for: {'; '.join(other)}; choose another --name")
     said = f"is {state.phase}"
     if state.phase in ("failed", "cancelled") or (state.phase == "paused" and not state.limit):
         said = await client.resume(name)
@@ -163,14 +169,8 @@ def _scalar(text: str) -> str | int | float | bool:
 @asynchronous
 async def report_command(job: str, out: Path | None, url: str, tenant: str, as_json: bool) -> None:
     """What a job's evaluations gave: success by task with intervals, returns, where time went; with --out a page with films."""
-    from nexus_bus.evaluation.summary import manifest
-
     async with connect(url, tenant) as client:
-        state = await client.job(job)
-        if state is None:
-            raise BadJob(f"job: {tenant} has no job {job!r}; `nexus jobs` lists them")
-        episodes = await client.episodes(job)
-        made = manifest(state, episodes)
+        made, episodes = await client.reported(job)
         films = {}
         for name in dict.fromkeys(one.film for one in episodes if one.film) if out is not None else ():
             if (film := await client.film(job, name)) is not None:

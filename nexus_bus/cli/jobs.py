@@ -4,12 +4,15 @@ from pathlib import Path
 from typing import Any
 
 import click
+import msgspec
 
 from nexus_bus.cli.options import asynchronous, bus_options, connect, console, json_option, print_json
-from nexus_bus.errors import NexusError, NotFound, Refused
+from nexus_bus.errors import BadJob, NexusError, NotFound, Refused
 
 document_argument = click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
-wait_option = click.option("--wait", is_flag=True, help="Return when the job has ended; exit code 1 if it did not complete.")
+wait_option = click.option(
+    "--wait", is_flag=True, help="Show how far it is, and return at its end; exit code 1 if it did not complete."
+)
 
 
 @click.command("plan")
@@ -18,15 +21,16 @@ wait_option = click.option("--wait", is_flag=True, help="Return when the job has
 @json_option
 @asynchronous
 async def plan_command(file: Path, url: str, tenant: str, as_json: bool) -> None:
-    """Compile a job document and print the plan. Nothing is sent; a server is asked only about the policy that `init` names,
-    and about an environment of your own.
+    """Compile a job document and print the plan. Nothing is sent.
+
+    A server is asked only about what is there alone: the policy that `init` names, a dataset, an environment of your own.
     """
     from nexus_bus.documents import job_spec, located
     from nexus_bus.envs.offered import is_own
     from nexus_bus.plan import compile_plan
 
     spec = job_spec(file)
-    init, note, own = None, "", {}
+    init, notes, own = None, list[str](), {}
     if spec.environment is not None and is_own(spec.environment.id):
         try:
             async with connect(url, tenant) as client:
@@ -38,26 +42,45 @@ async def plan_command(file: Path, url: str, tenant: str, as_json: bool) -> None
             async with connect(url, tenant) as client:
                 init = await _init(client, spec.init)
         except NexusError as error:
-            note = f"init was not looked up, so whether it fits is known only when the job is sent: {error}"
+            notes.append(f"init was not looked up, so whether it fits is known only when the job is sent: {error}")
     try:
         plan = compile_plan(spec, tenant, init, own=own)
+        if note := await _data(url, tenant, plan):
+            notes.append(note)
     except Refused as error:
         raise located(file, error) from error
+    plan = msgspec.structs.replace(plan, notes=[*plan.notes, *notes])
     if as_json:
         print_json(plan)
         return
     from nexus_bus.cli.show import plan_view
 
-    out = console()
-    out.print(plan_view(plan))
-    if note:
-        out.print(f"note: {note}", style="yellow", soft_wrap=True)
+    console().print(plan_view(plan))
+
+
+async def _data(url: str, tenant: str, plan: Any) -> str:
+    """What is not known of the dataset that a job reads. Raises BadJob for one that is not there, or does not fit."""
+    if plan.spec.data is None:
+        return ""
+    from nexus_bus.plan_data import absent, misfit, place, reads
+
+    if not (dataset := reads(plan.spec)):
+        return ""
+    try:
+        async with connect(url, tenant) as client:
+            found = await client.dataset(dataset)
+            others = [] if found is not None else [one.dataset for one in await client.datasets()]
+    except NexusError as error:
+        return f"data.dataset was not looked up, so whether it fits is known only when the job is sent: {error}"
+    if found is None:
+        raise BadJob(absent(dataset, others))
+    if wrong := misfit(found, place(plan.spec), plan.action, plan.observation):
+        raise BadJob(wrong)
+    return ""
 
 
 async def _own(client: Any, spec: Any) -> Any:
     """The job's own environment with the tasks that it names, as a worker serves it now."""
-    import msgspec
-
     from nexus_bus.envs.offered import entries
     from schemas.environment import OwnOffer, OwnTask
     from schemas.job import EnvironmentSpec
@@ -117,7 +140,9 @@ async def answer(client: Any, submission: Any, wait: bool, as_json: bool) -> int
 
 async def ended(client: Any, job: str, as_json: bool) -> int:
     """Wait for a job's end and say how it ended; the exit code."""
-    state = await client.wait(job)
+    from nexus_bus.cli.waiting import wait
+
+    state = await wait(client, job, quiet=as_json)
     if as_json:
         print_json(state)
     else:

@@ -1,5 +1,6 @@
 """`nexus trace`, `dead`, `config`: for whoever runs the service, or wonders what happened."""
 
+import uuid
 from collections import defaultdict
 from datetime import UTC, datetime
 from typing import Any
@@ -8,7 +9,7 @@ import click
 import msgspec
 
 from nexus_bus import config
-from nexus_bus.cli.options import asynchronous, bus_options, connect, console, json_option, print_json, provider_only
+from nexus_bus.cli.options import Group, asynchronous, bus_options, connect, console, json_option, print_json, provider_only
 from nexus_bus.errors import NotFound
 
 TRACES = 20  # listed
@@ -76,7 +77,7 @@ def _list(traces: dict[str, list[Any]], as_json: bool) -> None:
     console().print(table if rows else "no traces are kept")
 
 
-@click.group("dead")
+@click.group("dead", cls=Group)
 def dead_command() -> None:
     """Messages that were given up, each with the reason and the original."""
 
@@ -130,6 +131,17 @@ def _readable(payload: bytes, headers: dict[str, str]) -> Any:
         return repr(payload[:2000])
 
 
+async def _on_record(bus: Any, action: str, number: int, letter: Any) -> None:
+    """Note who decides about a dead letter, before it is done: in the log of whom it belongs to, where its subject says so."""
+    from nexus_bus.audit import audit
+    from nexus_bus.bus.dead import belongs
+    from nexus_bus.ledger import PROVIDER
+
+    tenant, job = belongs(letter)
+    detail = f"dead letter {number}, {letter.subject}: {letter.reason}"
+    await audit(bus, tenant or PROVIDER, action, job, "ok", detail, key=uuid.uuid4().hex, caller=bus.key)
+
+
 @dead_command.command("retry")
 @click.argument("number", type=int)
 @bus_options
@@ -140,6 +152,7 @@ async def dead_retry(number: int, url: str, tenant: str) -> None:
 
     async with connect(url, tenant) as client:
         ((seq, letter),) = await _letters(client, number)
+        await _on_record(client.bus, "dead.retry", seq, letter)
         await revive(client.bus, letter, seq)
     click.echo(f"{letter.subject}: sent again")
 
@@ -151,7 +164,8 @@ async def dead_retry(number: int, url: str, tenant: str) -> None:
 async def dead_drop(number: int, url: str, tenant: str) -> None:
     """Forget a dead letter."""
     async with connect(url, tenant) as client:
-        await _letters(client, number)
+        ((seq, letter),) = await _letters(client, number)
+        await _on_record(client.bus, "dead.drop", seq, letter)
         await client.bus.js.delete_msg("DEAD", number)
     click.echo(f"dropped {number}")
 

@@ -10,6 +10,7 @@ import click
 import msgspec
 
 from nexus_bus import config
+from nexus_bus.whole import whole
 
 T = TypeVar("T")
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -54,6 +55,17 @@ def creds_option(command: Command) -> Command:
     )(command)  # fmt: skip
 
 
+class Group(click.Group):
+    """Commands with their first sentence whole, where click would cut it."""
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """As click does it."""
+        found = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
+        rows = [(name, one.get_short_help_str(limit=200)) for name, one in found if one is not None and not one.hidden]
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)
+
+
 def provider_only(client: Any, what: str) -> None:
     """Raises Denied for a tenant's credentials."""
     from nexus_bus.errors import Denied
@@ -88,18 +100,25 @@ def connect(url: str, tenant: str) -> Any:
     """A client, as an async context manager."""
     from nexus_bus.client import Client
 
-    if url == config.FALLBACK and "NEXUS_URL" not in os.environ and not config.started():
-        click.echo(f"no server was started in {config.home()}: asking {url}", err=True)
-    return _Connected(functools.partial(Client.connect, url, tenant, timeout=CONNECT_S))
+    guessed = url == config.FALLBACK and "NEXUS_URL" not in os.environ and not config.started()
+    return _Connected(functools.partial(Client.connect, url, tenant, timeout=CONNECT_S), guessed)
 
 
 class _Connected:
-    def __init__(self, connecting: Callable[[], Awaitable[Any]]) -> None:
-        self._connecting = connecting
+    def __init__(self, connecting: Callable[[], Awaitable[Any]], guessed: bool) -> None:
+        self._connecting, self._guessed = connecting, guessed
         self._client: Any = None
 
     async def __aenter__(self) -> Any:
-        self._client = await self._connecting()
+        from nexus_bus.errors import Denied, Unavailable
+
+        try:
+            self._client = await self._connecting()
+        except (Denied, Unavailable) as error:
+            if not self._guessed:
+                raise
+            hint = f"no server was started in {config.home()}, and none was named: --url or NEXUS_URL says where it is"
+            raise type(error)(f"{error}; {hint}") from error
         return self._client
 
     async def __aexit__(self, *_: object) -> None:
@@ -119,17 +138,7 @@ def pairs(given: Sequence[str], flag: str) -> dict[str, str]:
 
 def print_json(value: Any) -> None:
     """One JSON document on stdout, with the fields that messages leave out because they hold the default."""
-    click.echo(msgspec.json.format(msgspec.json.encode(_whole(value))).decode())
-
-
-def _whole(value: Any) -> Any:
-    if isinstance(value, msgspec.Struct):
-        config = value.__struct_config__
-        tag = {config.tag_field: config.tag} if config.tag_field else {}
-        return tag | {name: _whole(getattr(value, name)) for name in value.__struct_fields__}
-    if isinstance(value, dict):
-        return {key: _whole(item) for key, item in value.items()}
-    return [_whole(item) for item in value] if isinstance(value, list | tuple) else value
+    click.echo(msgspec.json.format(msgspec.json.encode(whole(value))).decode())
 
 
 def console() -> Any:

@@ -2,11 +2,11 @@
 
 import click
 
-from nexus_bus.cli.options import asynchronous, bus_options, connect, console, json_option, print_json
+from nexus_bus.cli.options import Group, asynchronous, bus_options, connect, console, json_option, print_json
 from nexus_bus.errors import NexusError
 
 
-class _ListFirst(click.Group):
+class _ListFirst(Group):
     """Lists when no other command is named: `nexus policies pick` is `nexus policies list pick`."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
@@ -29,6 +29,7 @@ async def policies_list(job: str | None, url: str, tenant: str, as_json: bool) -
     """List policy versions: of JOB, one JOB@N, or all. The default command."""
     async with connect(url, tenant) as client:
         versions = [await client.policy(job)] if job and "@" in job else await client.policies(job)
+        removed = any(one.retired for one in versions) and (await client.account()).phase == "removed"
         if job and not versions and await client.job(job) is None:
             raise NexusError(f"policies: {tenant} has no job {job!r} and no policy of that name; `nexus policies` lists all")
     if as_json:
@@ -38,6 +39,8 @@ async def policies_list(job: str | None, url: str, tenant: str, as_json: bool) -
 
     none = f"{job} has published no version yet" if job else f"{tenant} has no policies"
     console().print(policies_table(versions) if versions else none)
+    if removed:
+        click.echo(f"{tenant} was removed, and the weights of all its versions with it")
 
 
 @policies_command.command("pin")

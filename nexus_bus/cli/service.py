@@ -82,7 +82,16 @@ def up_command(
     everyone: dict[Role, int] = {
         role: kept.get(role, 1) if (given := counts.get(role)) is None else given for role in host.ROLES
     }
-    asyncio.run(host.up(home, everyone, port=port, say=_say, autoscale=bounds, spare=spare))
+    from nexus_bus.cli import ready
+
+    async def up() -> None:
+        telling = asyncio.create_task(ready.tell(home, host.host_id(), everyone, _say))
+        try:
+            await host.up(home, everyone, port=port, say=_say, autoscale=bounds, spare=spare)
+        finally:
+            telling.cancel()
+
+    asyncio.run(up())
 
 
 def _say(text: str) -> None:
@@ -111,6 +120,7 @@ def _detach(home: Path, port: int | None, counts: dict[str, int | None], further
     while time.monotonic() < ends:
         if running_up(home) == process.pid and url.is_file() and (text := url.read_text().strip()):
             click.echo(f"server at {text}, process {process.pid}; `nexus down --home {home}` ends it, logs in {home / 'logs'}")
+            click.echo("workers are starting: `nexus workers` shows when they run; a job sent before waits for them")
             return
         if process.poll() is not None:
             raise Unavailable(

@@ -122,7 +122,10 @@ def jobs_table(states: Iterable[JobState]) -> Table:
 
 
 def _reason(state: JobState, place: int) -> str:
-    return state.reason if place == state.queued else f"{state.reason}; now at {place}"
+    """Why it is where it is. Whoever moved up since it was said has another place, and nobody has said when its turn comes."""
+    if place == state.queued:
+        return state.reason
+    return f"{state.reason.partition('; place ')[0]}; place {place} in the line"
 
 
 def units(state: JobState) -> int:

@@ -13,7 +13,7 @@ def report_view(manifest: Manifest) -> RenderableType:
     numbers = ("solved", "success", "95 %", "return", "length", "simulate s", "forward s", "wait s")
     table = listing("policy", "task", *numbers, right=numbers)
     for one in manifest.evaluations:
-        rows = {**one.tasks, **({"all": one.overall} if len(one.tasks) > 1 else {})}
+        rows = {**one.tasks, **({"all, pooled": one.overall} if len(one.tasks) > 1 else {})}
         for task, summary in rows.items():
             each = max(1, summary.episodes)
             table.add_row(

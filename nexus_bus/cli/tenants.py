@@ -13,23 +13,21 @@ from typing import Any
 import click
 
 from nexus_bus import config
-from nexus_bus.cli.options import asynchronous, bus_options, connect, console, default_url, json_option, pairs, print_json
+from nexus_bus.cli.limits import LIMITS, limit_options, limits_table, shown, warn
+from nexus_bus.cli.options import (
+    Group,
+    asynchronous,
+    bus_options,
+    connect,
+    console,
+    default_url,
+    json_option,
+    pairs,
+    print_json,
+)
 from nexus_bus.errors import BadJob, Unavailable
-from schemas.tenant import TenantKey, TenantLimits, TenantRecord
+from schemas.tenant import TenantKey, TenantRecord
 
-LIMITS = {
-    "weight": "Of its share of device time among those who wait.",
-    "jobs": "Running at once; those beyond wait in line.",
-    "queued": "Waiting in line; those beyond are refused.",
-    "slots": "Training jobs at once; those beyond wait in line.",
-    "sessions": "Environment sessions at once, over all workers.",
-    "stored_bytes": "Weights and recorded data kept; beyond it nothing new begins.",
-    "device_s": "Device-seconds over all time; at its end every job pauses.",
-    "money": "In the currency of [prices], over all time; at its end every job pauses.",
-    "payload_bytes": "Of one message.",
-    "connections": "Open at once.",
-    "subscriptions": "Open at once.",
-}
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 
 
@@ -52,13 +50,6 @@ def operator_options(command: Any) -> Any:
     return url(authority_option(command))
 
 
-def limit_options(command: Any) -> Any:
-    """A flag for each limit."""
-    for name, summary in reversed(LIMITS.items()):
-        command = click.option(f"--{name.replace('_', '-')}", name, metavar="N", help=summary)(command)
-    return command
-
-
 def out_options(command: Any) -> Any:
     """`--out` and `--force`."""
     out = click.option("--out", metavar="FILE.creds", help="Where the credentials go; - prints them.  [default: NAME.creds]")
@@ -79,7 +70,7 @@ expires_option = click.option("--expires", type=_Duration(), help="How long they
 label_option = click.option("--label", default="", help="What to call this key: a person, a machine.")
 
 
-@click.group("tenant")
+@click.group("tenant", cls=Group)
 def tenant_command() -> None:
     """Tenants of a running service. Every change counts at once; nothing is restarted, and no other tenant notices.
 
@@ -110,9 +101,11 @@ async def tenant_add(
     limits = limits_of(_given(flags))
     with _place(out or f"{name}.creds", force) as place:
         async with _tenants(url, authority) as tenants:
+            terms = await tenants.terms()
             issued = await tenants.add(name, limits, label=label, expires_s=expires)
         place(issued.creds)
-    _issued(issued, out or f"{name}.creds", as_json, f"{name} may begin")
+    warn(limits, terms)
+    _issued(issued, out or f"{name}.creds", url, as_json, f"{name} may begin")
 
 
 @tenant_command.command("list")
@@ -122,7 +115,7 @@ async def tenant_add(
 async def tenant_list(url: str, authority: Path, as_json: bool) -> None:
     """List tenants by name, those that were removed too."""
     async with _tenants(url, authority) as tenants:
-        records = await tenants.all()
+        records, time = await tenants.all(), await tenants.time()
     if as_json:
         print_json(records)
         return
@@ -132,7 +125,7 @@ async def tenant_list(url: str, authority: Path, as_json: bool) -> None:
 
     table = listing("tenant", "phase", "weight", "keys", "created", "reason", right=("weight", "keys"))
     for one in records:
-        table.add_row(one.name, one.phase, f"{one.limits.weight:g}", str(len(one.keys)), one.created[:19], Text(one.reason))
+        table.add_row(one.name, one.phase, f"{one.limits.weight:g}", _good(one, time), one.created[:19], Text(one.reason))
     console().print(table if records else "no tenants yet; `nexus tenant add NAME` adds one")
 
 
@@ -145,16 +138,17 @@ async def tenant_show(name: str, url: str, authority: Path, as_json: bool) -> No
     """One tenant: its limits, its keys, and its jobs that have not ended."""
     async with _tenants(url, authority) as tenants:
         record, jobs = await tenants.find(name), await tenants.jobs(name)
+        terms, time = await tenants.terms(), await tenants.time()
     if as_json:
-        print_json({"tenant": record, "jobs": jobs})
+        print_json({"tenant": record, "jobs": jobs, "service": terms})
         return
     why = f": {record.reason}" if record.reason else ""
     click.echo(f"{record.name} is {record.phase}{why}; added {record.created[:19]}; account {record.account}")
     click.echo(f"jobs that have not ended: {', '.join(jobs) or 'none'}")
-    click.echo(f"keys: {len(record.keys)}, revoked: {len(record.revoked)}")
+    click.echo(f"keys: {_good(record, time)}, revoked: {len(record.revoked)}")
     if record.keys:
         console().print(_keys(record.keys))
-    console().print(_limits(record.limits))
+    console().print(limits_table(record.limits, terms))
 
 
 @tenant_command.command("limit")
@@ -172,8 +166,10 @@ async def tenant_limit(
     if not given:
         raise click.UsageError(f"give what to change, as LIMIT=VALUE; there are {', '.join(LIMITS)}")
     async with _tenants(url, authority) as tenants:
-        record = await tenants.limit(name, given)
-    _said(record, as_json, f"{name}: " + ", ".join(f"{key} {_value(getattr(record.limits, key))}" for key in given))
+        record, terms = await tenants.limit(name, given), await tenants.terms()
+    _said(record, as_json, f"{name}: " + ", ".join(f"{key} {shown(record.limits, key, terms)}" for key in given))
+    if "money" in given:
+        warn(record.limits, terms)
 
 
 @tenant_command.command("rotate")
@@ -197,7 +193,7 @@ async def tenant_rotate(
         async with _tenants(url, authority) as tenants:
             issued = await tenants.rotate(name, label=label, expires_s=expires, keep=keep)
         place(issued.creds)
-    _issued(issued, out or f"{name}.creds", as_json, _counted(issued.record))
+    _issued(issued, out or f"{name}.creds", url, as_json, _counted(issued.record))
 
 
 @tenant_command.command("revoke")
@@ -215,12 +211,15 @@ async def tenant_revoke(name: str, key: str, url: str, authority: Path, as_json:
 
 @tenant_command.command("suspend")
 @click.argument("name")
-@click.option("--reason", default="", help="The tenant is told.")
+@click.option("--reason", default="", help="Kept here, and in the events of its jobs.")
 @operator_options
 @json_option
 @asynchronous
 async def tenant_suspend(name: str, reason: str, url: str, authority: Path, as_json: bool) -> None:
-    """Cut a tenant off; its jobs rest until `nexus tenant activate`."""
+    """Cut a tenant off; its jobs rest until `nexus tenant activate`.
+
+    Who is cut off hears only that it is; once it is active again, it reads the reason in the events of its jobs.
+    """
     async with _tenants(url, authority) as tenants:
         record = await tenants.suspend(name, reason)
     _said(record, as_json, f"{name} is suspended")
@@ -274,7 +273,7 @@ async def whoami_command(url: str, tenant: str, as_json: bool) -> None:
     if creds is not None:
         until = f"until {_time(creds.expires)}" if creds.expires is not None else "until they are revoked"
         click.echo(f"credentials {creds.source}, key {creds.user}, good {until}")
-    console().print(_limits(account.limits, account.used))
+    console().print(limits_table(account.limits, account.service, account.used))
 
 
 def _tenants(url: str, authority: Path) -> Any:
@@ -312,13 +311,14 @@ def _place(out: str, force: bool) -> Iterator[Callable[[str], object]]:
         Path(made).unlink(missing_ok=True)
 
 
-def _issued(issued: Any, out: str, as_json: bool, text: str) -> None:
+def _issued(issued: Any, out: str, url: str, as_json: bool, text: str) -> None:
     if as_json:
         print_json({"tenant": issued.record} | ({"creds": issued.creds} if out == "-" else {"file": out}))
     elif out == "-":
         click.echo(issued.creds, nl=False)
     else:
         click.echo(f"{text}; credentials in {out}: they are shown once, hand them over safely")
+        click.echo(f"who has them begins with: export NEXUS_CREDS={out} NEXUS_URL={url}; nexus whoami", err=True)
 
 
 def _said(record: TenantRecord, as_json: bool, text: str) -> None:
@@ -343,20 +343,10 @@ def _keys(keys: list[TenantKey]) -> Any:
     return table
 
 
-def _limits(limits: TenantLimits, used: dict[str, float] | None = None) -> Any:
-    from rich.text import Text
-
-    from nexus_bus.cli.show import listing
-
-    table = listing("limit", "may take", *(["taken"] if used is not None else []), "", right=("may take", "taken"))
-    for name, summary in LIMITS.items():
-        taken = [] if used is None else [_value(round(used[name], 3)) if name in used else ""]
-        table.add_row(name, _value(getattr(limits, name)), *taken, Text(summary))
-    return table
-
-
-def _value(limit: float | None) -> str:
-    return "as the service" if limit is None else f"{limit:,}" if isinstance(limit, int) else f"{limit:,.10g}"
+def _good(record: TenantRecord, time: float) -> str:
+    """How many of its keys are good, and how many more have expired."""
+    expired = sum(one.expires is not None and one.expires <= time for one in record.keys)
+    return f"{len(record.keys) - expired}" + (f" ({expired} expired)" if expired else "")
 
 
 def _time(seconds: float) -> str:

@@ -84,13 +84,20 @@ async def usage_command(
         else:
             async for record in client.usage(job or "", since=begin):
                 ledger.take(record)
-    rows = ledger.rows()
+    if not (rows := ledger.rows()) and not everybody:
+        _whose(client)
     if as_json or form == "json":
         print_json(rows)
     elif form == "csv":
         _csv(rows, by, prices is not None)
     else:
         _table(rows, by, prices)
+
+
+def _whose(client: Any) -> None:
+    """Nothing was found of one tenant, and the provider may have meant another."""
+    if client.bus.tenant is None:
+        click.echo(f"this is of {client.tenant!r} alone; --tenant NAME is of another, --all of everybody", err=True)
 
 
 def _csv(rows: list[dict[str, Any]], by: tuple[str, ...], priced: bool) -> None:
@@ -124,7 +131,10 @@ def _table(rows: list[dict[str, Any]], by: tuple[str, ...], prices: Any) -> None
 @json_option
 @asynchronous
 async def audit_command(everybody: bool, job: str | None, since: datetime | None, url: str, tenant: str, as_json: bool) -> None:
-    """What was asked for on behalf of a tenant and by which key, what came of it and why; oldest first."""
+    """What was asked for on behalf of a tenant and by which key, what came of it and why; oldest first.
+
+    What concerns no tenant, as `nexus scale`, stands under the tenant `provider`.
+    """
     start = since.replace(tzinfo=UTC) if since is not None else None
     async with connect(url, tenant) as client:
         if everybody:
@@ -133,6 +143,8 @@ async def audit_command(everybody: bool, job: str | None, since: datetime | None
             found = [item.message async for item in items]
         else:
             found = [entry async for entry in client.audit(since=start)]
+    if not found and not everybody:
+        _whose(client)
     entries = [entry for entry in found if job is None or entry.job == job]
     if as_json:
         print_json(entries)

@@ -1,5 +1,6 @@
 """The tenant's end of the line: a job document in; events, states and policy versions out."""
 
+import contextlib
 import hashlib
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
@@ -9,13 +10,12 @@ from typing import Any
 import msgspec
 
 from nexus_bus.client.calls import ANSWER_S, token
-from nexus_bus.client.datasets import DatasetCalls
-from nexus_bus.client.policies import PolicyCalls
+from nexus_bus.client.catalog import CatalogCalls
 from nexus_bus.client.sessions import SessionCalls
 from nexus_bus.documents import job_spec
 from nexus_bus.errors import BadJob, NotFound
 from nexus_bus.evaluation.protocol import differences
-from nexus_bus.evaluation.selection import choose, evaluations
+from nexus_bus.evaluation.selection import choose
 from nexus_bus.evaluation.summary import compare, manifest, of, once
 from schemas.api import (
     FilmFound,
@@ -29,6 +29,7 @@ from schemas.evaluation import Comparison, EvaluationEpisode, EvaluationFilm, Ma
 from schemas.events import Event, EventType
 from schemas.job import EnvironmentSpec, EvaluationSpec, JobCancel, JobPause, JobResume, JobSpec
 from schemas.plan import TERMINAL, JobState
+from schemas.policy import PolicyVersion
 
 ENDINGS = frozenset({"job.completed", "job.failed", "job.cancelled"})
 
@@ -44,7 +45,7 @@ class Submission:
     message: str  # what the master said
 
 
-class Client(PolicyCalls, SessionCalls, DatasetCalls):
+class Client(SessionCalls, CatalogCalls):
     """Everything a tenant does, on one connection: requests to the gateway, and nothing else."""
 
     async def submit(
@@ -98,7 +99,16 @@ class Client(PolicyCalls, SessionCalls, DatasetCalls):
 
     async def report(self, job: str) -> Manifest:
         """A job's evaluations in numbers. Raises NotFound, or BadJob where there are none."""
-        return manifest(await self._known(job), await self.episodes(job))
+        return (await self.reported(job))[0]
+
+    async def reported(self, job: str) -> tuple[Manifest, list[EvaluationEpisode]]:
+        """A report with the episodes behind it. Raises as `report`."""
+        state, episodes = await self._known(job), await self.episodes(job)
+        versions: dict[str, PolicyVersion] = {}
+        for policy in {one.policy for one in episodes}:
+            with contextlib.suppress(NotFound):  # the numbers are there all the same
+                versions[policy] = await self.policy(policy)
+        return manifest(state, episodes, versions), episodes
 
     async def compare(self, a: str, b: str | None = None) -> Comparison:
         """Two evaluations of one protocol, trial by trial: `b` against `a`.
@@ -110,7 +120,7 @@ class Client(PolicyCalls, SessionCalls, DatasetCalls):
             NotFound: there is no such evaluation.
             BadJob: their protocols or simulators differ, and the text says in what; or they share no trial.
         """
-        one, other = choose(evaluations(await self.jobs()), a, b)
+        one, other = choose(await self.jobs(), a, b)
         played = [of(await self.episodes(chosen.job), chosen.purpose) for chosen in (one, other)]
         protocols = [
             chosen.protocol(episode.simulator for episode in episodes)

@@ -133,6 +133,16 @@ class DatasetCalls(Calls):
         """Datasets that jobs can name, by name: pushed, recorded, or put there by the provider."""
         return [one async for page in self._dataset_pages() for one in page.datasets]
 
+    async def dataset(self, name: str) -> DatasetInfo | None:
+        """One of them, as a job names it (`NAME`, `public/NAME`); None if it is not there.
+
+        Raises:
+            NotFound: it is no name of a dataset.
+            Unavailable: it is not known, since no worker answers, or a job is about to record it.
+        """
+        page: DatasetPage = await self.call("data.list", DatasetQuery(dataset=name))
+        return page.datasets[0] if page.datasets else None
+
     async def unfinished_datasets(self) -> list[DatasetUnfinished]:
         """Pushes that were begun and are not at their end."""
         return [one async for page in self._dataset_pages() for one in page.unfinished]

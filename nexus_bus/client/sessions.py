@@ -6,11 +6,13 @@ async with client.session(EnvironmentSpec(id="tabletop", task="touch")) as sessi
         reply = await session.step(decide(observed(reply)))
 """
 
+import operator
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING
 
 from nexus_bus.client.calls import Calls
+from nexus_bus.client.policies import PolicyCalls
 from nexus_bus.errors import BadMessage, EnvironmentFault, NexusError
 from schemas.environment import (
     EnvironmentFound,
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
 LEASE_S = 60.0
 ANSWERED_S = 70.0  # the gateway itself waits 60 s for a simulator
 ACT_S = 60.0
+MOST = 2**53  # of a seed: what every language's numbers hold
 
 
 class Session:
@@ -58,7 +61,7 @@ class Session:
 
     async def reset(self, seed: int, trial: int = 0) -> SessionReply:
         """Begin the episode that (seed, trial) names: the same pair is the same one, unless `found.varies` says why not."""
-        return await self._call(SessionCall(op="reset", seed=seed, trial=trial))
+        return await self._call(SessionCall(op="reset", seed=_whole("seed", seed), trial=_whole("trial", trial)))
 
     async def step(self, actions: "np.ndarray") -> SessionReply:
         """Execute a chunk, float32 `[n, D]`, up to the end of the episode; what is seen is the moment after it."""
@@ -97,7 +100,7 @@ class Session:
         return await self._client.bus.request("api.env.call", message, timeout=ANSWERED_S, tenant=self._client.tenant)
 
 
-class SessionCalls(Calls):
+class SessionCalls(PolicyCalls):
     """Everything a tenant does with environments, and with policies that act in them."""
 
     async def environment(self, spec: EnvironmentSpec) -> EnvironmentFound:
@@ -137,9 +140,11 @@ class SessionCalls(Calls):
     async def act(
         self, policy: str, observation: Observation, *, greedy: bool = True, seed: int = 0, timeout: float = ACT_S
     ) -> InferenceReply:
-        """Ask a policy version (`<job>@<n>`) what to do; `chunk` of the answer is its actions.
+        """Ask a policy version (`<job>@<n>` or `<job>@latest`) what to do; `chunk` of the answer is its actions.
 
         Args:
+            policy: `@latest` is looked up each time; to play an episode by one version, take its name first:
+                `(await client.policy("<job>@latest")).id`. The answer's `policy` says which one it was.
             observation: of a session's reply.
             greedy: False samples, with `seed`.
 
@@ -148,6 +153,8 @@ class SessionCalls(Calls):
             ContractError, BadMessage: the observation does not fit it.
             Unavailable: no answer in time.
         """
+        if not policy.rpartition("@")[2].isdecimal():
+            policy = (await self.policy(policy)).id
         request = InferenceRequest(
             id=f"{policy}/{seed}",
             job=policy.partition("@")[0],
@@ -157,6 +164,16 @@ class SessionCalls(Calls):
             seed=seed,
         )
         return await self.call("infer.request", request, timeout=timeout)
+
+
+def _whole(field: str, value: object) -> int:
+    try:
+        found = operator.index(value)  # type: ignore[arg-type]  # NumPy's whole numbers, too
+    except TypeError:
+        found = -1
+    if not 0 <= found <= MOST:
+        raise BadMessage(f"{field}: {str(value)[:40]}; expected a whole number, 0 to 2^53")
+    return found
 
 
 def observed(reply: SessionReply) -> "Observed":

@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from nexus_bus.client.calls import ANSWER_S, CALL_S
+from nexus_bus.client.catalog import Catalog
 from nexus_bus.client.client import Client as AsyncClient
 from nexus_bus.client.client import Document, Submission
 from nexus_bus.client.datasets import Progress
@@ -19,7 +20,7 @@ from nexus_bus.client.sessions import ACT_S, LEASE_S
 from nexus_bus.client.sessions import Session as AsyncSession
 from schemas.api import Account
 from schemas.dataset import DatasetInfo, DatasetUnfinished
-from schemas.environment import EnvironmentFound, Observation, SessionReply
+from schemas.environment import EnvironmentFound, Observation, OwnFound, SessionReply
 from schemas.evaluation import Comparison, EvaluationEpisode, EvaluationFilm, Manifest
 from schemas.events import Event
 from schemas.inference import InferenceReply
@@ -243,6 +244,10 @@ class Client:
         """Datasets that jobs can name."""
         return self._wait(self._client.datasets())
 
+    def dataset(self, name: str) -> DatasetInfo | None:
+        """One of them; None if it is not there."""
+        return self._wait(self._client.dataset(name))
+
     def unfinished_datasets(self) -> list[DatasetUnfinished]:
         """Pushes that were begun and are not at their end."""
         return self._wait(self._client.unfinished_datasets())
@@ -250,6 +255,14 @@ class Client:
     def drop_dataset(self, dataset: str) -> int:
         """Take a dataset away."""
         return self._wait(self._client.drop_dataset(dataset))
+
+    def catalog(self) -> Catalog:
+        """What a job may name."""
+        return self._wait(self._client.catalog())
+
+    def own_environments(self) -> list[OwnFound]:
+        """Environments of the tenant's own that are served right now."""
+        return self._wait(self._client.own_environments())
 
     def environment(self, spec: EnvironmentSpec) -> EnvironmentFound:
         """What a policy must fit there."""

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 
 LAGS = (-1, 0, 1)  # of the motion behind the action, in frames
-LEAST = 50  # frames, of all episodes or of one, to say anything
+LEAST, LEAST_OF_ONE = 20, 10  # frames to say anything of all episodes together, or of one against the others
+SURELY = 50  # frames of one episode from which its shift is no chance
 STEP, POSITION = 0.5, 0.9  # share of the variance that an action explains, to be taken for a step or a position
 MARGIN = 0.5  # of what is left unexplained without a shift, at most, with it
 SURE = 0.25  # the same of a single episode
@@ -25,6 +26,7 @@ class Alignment:
 
     lag: int
     odd: dict[int, int]  # episode -> its lag
+    unsure: str = ""  # why nothing can be said; empty where something was
 
 
 def alignment(episodes: Episodes) -> Alignment:
@@ -33,13 +35,16 @@ def alignment(episodes: Episodes) -> Alignment:
     for _, state, action in episodes():
         found = _Sums.of(state, action)
         total = found if total is None else total + found
-    if total is None or total.count.min() < LEAST:
-        return Alignment(0, {})
+    count = 0 if total is None else int(total.count.min())
+    if total is None or count < LEAST:
+        return Alignment(0, {}, f"{count} frames have a frame before and two after them in their episode, {LEAST} are needed")
     pairs = total.pairs()
+    if not pairs:
+        return Alignment(0, {}, "no number of an action explains how one of the state moves")
     lag = _lag(total, pairs, MARGIN)
     odd: dict[int, int] = {}
     for number, state, action in episodes():
-        if len(state) >= LEAST:
+        if len(state) >= LEAST_OF_ONE:
             own = _lag(_Sums.of(state, action), pairs, SURE, usual=lag)
             if own != lag:
                 odd[number] = own

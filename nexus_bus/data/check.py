@@ -1,24 +1,25 @@
 """What is wrong with a dataset, and where: behind `nexus data check`. Reads everything once, holds an episode at a time.
 
-Errors are what makes a policy wrong without a word; warnings are what somebody should have looked at.
+Errors are what makes a policy wrong without a word; warnings are what somebody should have looked at; notices tell what could
+not be looked at.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import msgspec
 import numpy as np
 
 from nexus_bus.data import layout_v30
-from nexus_bus.data.alignment import alignment
-from nexus_bus.data.layout import INDEX, INFO
+from nexus_bus.data.alignment import SURELY, alignment
+from nexus_bus.data.layout import INDEX, INFO, Empty
 from nexus_bus.data.reader import ACTION, STATE, STATISTICS, Dataset
 from nexus_bus.data.statistics import QUANTILES, Statistic, over
 from nexus_bus.errors import BadMessage, NotFound
 
-Severity = Literal["error", "warning"]
+Severity = Literal["error", "warning", "notice"]
 Progress = Callable[[int, int], None]  # steps done, of how many
 
 LISTED = 50  # findings of one code
@@ -54,7 +55,11 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def errors(self) -> int:
         """How many of the findings are errors."""
-        return sum(finding.severity == "error" for finding in self.findings)
+        return self.count("error")
+
+    def count(self, severity: Severity) -> int:
+        """How many of the findings are of one severity."""
+        return sum(finding.severity == severity for finding in self.findings)
 
 
 def check(root: Path | str, *, every: int = 1, progress: Progress | None = None) -> Report:
@@ -70,7 +75,7 @@ def check(root: Path | str, *, every: int = 1, progress: Progress | None = None)
     except NotFound:
         raise
     except BadMessage as error:
-        found = Finding(code="unreadable", severity="error", text=str(error))
+        found = Finding(code="empty" if isinstance(error, Empty) else "unreadable", severity="error", text=str(error))
         return Report(dataset=Path(root).name, version="", episodes=0, frames=0, pictures=0, findings=[found])
     try:
         return _Check(dataset, every, progress or (lambda done, total: None)).run()
@@ -109,7 +114,7 @@ class _Check:
         if self.every:
             self.look()
         more = {code: count - LISTED for code, count in self.counts.items() if count > LISTED}
-        ranked = sorted(self.findings, key=lambda found: found.severity != "error")
+        ranked = sorted(self.findings, key=lambda found: get_args(Severity).index(found.severity))
         return Report(
             dataset=self.dataset.root.name,
             version=self.dataset.version,
@@ -189,7 +194,8 @@ class _Check:
             if (wrong := np.flatnonzero(~(np.abs(steps * fps - 1) < JITTER))).size:
                 frame = int(wrong[0])
                 before = times[frame - 1] if frame else 0.0
-                text = f"time goes from {before:.3f} to {times[frame]:.3f} s, a frame takes {1 / fps:.3f} s; {wrong.size} jumps"
+                jumps = counted(wrong.size, "jump")
+                text = f"time goes from {before:.3f} to {times[frame]:.3f} s, a frame takes {1 / fps:.3f} s; {jumps}"
                 self.add("time_jump", "error", text, key="timestamp", episode=number, frame=frame)
         numbers = columns.get("task_index", np.zeros(0)).ravel()
         if (wrong := np.flatnonzero(~np.isin(numbers, list(self.dataset.tasks.values())))).size:
@@ -201,13 +207,13 @@ class _Check:
         lengths = np.array([episode.end - episode.begin for episode in self.dataset.episodes])
         middle = float(np.median(lengths))
         for number in np.flatnonzero((lengths == 1) | (lengths * SHORT < middle)):
-            single = lengths[number] == 1
-            text = f"{lengths[number]} frame{'' if single else 's'}, the median of all episodes is {middle:g}"
-            self.add("cut_short", "error" if single else "warning", text, episode=int(number), frame=int(lengths[number]) - 1)
+            severity: Severity = "error" if lengths[number] == 1 else "warning"
+            text = f"{counted(int(lengths[number]), 'frame')}, the median of all episodes is {middle:g}"
+            self.add("cut_short", severity, text, episode=int(number), frame=int(lengths[number]) - 1)
         for key, ended in self.ended.items():
             if len(lengths) / 2 <= len(ended) < len(lengths):  # where few succeed, the others need not have been cut
                 for number in sorted(set(range(len(lengths))) - set(ended)):
-                    text = f"the last frame has no {key}, that of {len(ended)} other episodes has"
+                    text = f"the last frame has no {key}, that of {counted(len(ended), 'other episode')} has"
                     self.add("cut_short", "warning", text, key=key, episode=number, frame=int(lengths[number]) - 1)
 
     def statistics(self, key: str) -> None:
@@ -218,11 +224,11 @@ class _Check:
             found = over(lambda: (columns[key] for _, columns in self.dataset.numbers([key])))
         except (BadMessage, KeyError):
             return  # told already
-        if key in (STATE, ACTION):
+        if key in (STATE, ACTION) or (key not in INDEX and self.dataset.features[key]["dtype"].startswith("float")):
             for d, (low, high, q01, q99) in enumerate(zip(*(found[n] for n in ("min", "max", "q01", "q99")), strict=True)):
                 if low == high:
                     self.add("constant", "warning", f"{key}[{d}] is {low:g} in every frame", key=key)
-                elif q01 == q99:
+                elif q01 == q99 and not key.startswith("next."):  # a reward is rare, and normalised by nobody
                     text = f"{key}[{d}] is {q01:g} in 98 of 100 frames: q01 = q99; do not normalise it by quantiles"
                     self.add("quantiles_equal", "warning", text, key=key)
         if key not in INDEX:
@@ -232,17 +238,20 @@ class _Check:
         declared = self.declared().get(key, {})
         self.missing(key, declared, (*BASIC, *QUANTILES) if self.dataset.version == layout_v30.VERSION else BASIC)
         scale = np.maximum(found["max"] - found["min"], 1e-6)
+        wrong: dict[str, np.ndarray] = {}  # exact ones first
         for name in (*BASIC[:-1], *QUANTILES):
             if name not in declared:
                 continue
-            exact = name not in QUANTILES
             values = np.asarray(declared[name], np.float64).ravel()
             off = np.abs(values - found[name]) / scale if values.size == scale.size else np.full(scale.size, np.inf)
-            if not (off <= (CLOSE if exact else CLOSE_QUANTILE)).all():
-                text = (
-                    f"meta states a {name} of {_few(values)}, it is {_few(found[name])}; `nexus data convert` computes all anew"
-                )
-                self.add("statistics", "error" if exact else "warning", text, key=key)
+            if not (off <= (CLOSE_QUANTILE if name in QUANTILES else CLOSE)).all():
+                wrong[name] = values
+        if wrong:
+            name, *others = wrong
+            too = f" ({', '.join(others)} too)" if others else ""
+            text = f"meta states a {name} of {_few(wrong[name])}, it is {_few(found[name])}{too}"
+            severity: Severity = "warning" if name in QUANTILES else "error"
+            self.add("statistics", severity, f"{text}; `nexus data convert` computes all anew", key=key)
 
     def picture_statistics(self) -> None:
         for key in self.dataset.cameras.values():
@@ -288,12 +297,18 @@ class _Check:
             -1: "the motion before it: actions stand one frame too late",
             1: "the motion after the next: one frame too early",
         }
+        if found.unsure:
+            text = f"whether actions stand beside their own observations was not judged: {found.unsure}"
+            self.add("alignment", "notice", text, key=ACTION)
         if found.lag:
-            text = f"an action explains {says[found.lag]}; or the robot answers that much later"
+            where = f"in all episodes but {_listed(found.odd)}" if found.odd else "in all episodes"
+            text = f"{where}, an action explains {says[found.lag]}; or the robot answers that much later"
             self.add("shifted", "error" if found.lag < 0 else "warning", text, key=ACTION, frame=0)
         for number, lag in found.odd.items():
+            length = self.dataset.episodes[number].end - self.dataset.episodes[number].begin
             text = f"an action explains {says.get(lag, 'its own motion')}, unlike in the other episodes"
-            self.add("shifted", "error", text, key=ACTION, episode=number, frame=0)
+            sure: Severity = "error" if length >= SURELY else "warning"
+            self.add("shifted", sure, text, key=ACTION, episode=number, frame=0)
 
     def look(self) -> None:
         """Every picture is decoded: sizes, black ones, films that end early."""
@@ -311,8 +326,7 @@ class _Check:
                         black.append(frame)
                 self.film(key, number)
                 if black:
-                    text = f"{len(black)} black picture{'' if len(black) == 1 else 's'}"
-                    self.add("black", "error", text, key=key, episode=number, frame=black[0])
+                    self.add("black", "error", counted(len(black), "black picture"), key=key, episode=number, frame=black[0])
                 self.step()
 
     def film(self, key: str, number: int) -> None:
@@ -322,7 +336,7 @@ class _Check:
             return
         name, length = episode.films[key].path, episode.end - episode.begin
         if name in self.dataset.films and (frames := self.dataset.films.count(name)) > length:
-            text = f"{name}: {frames} pictures for {length} rows; are they of the same moments?"
+            text = f"{name}: {counted(frames, 'picture')} for {counted(length, 'row')}; are they of the same moments?"
             self.add("film_length", "warning", text, key=key, episode=number, frame=length)
 
 
@@ -339,6 +353,16 @@ def by_episode(dataset: Dataset, keys: list[str], table: int | None = None) -> I
             if at == dataset.episodes[number].end:
                 yield number, parts[0] if len(parts) == 1 else {k: np.concatenate([p[k] for p in parts]) for k in parts[0]}
                 parts, number = [], number + 1
+
+
+def counted(number: int, what: str) -> str:
+    """`1 frame`, `2 frames`."""
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def _listed(episodes: Iterable[int]) -> str:
+    first = sorted(episodes)
+    return ", ".join(map(str, first[:8])) + (", …" if len(first) > 8 else "")
 
 
 def _few(values: np.ndarray) -> str:

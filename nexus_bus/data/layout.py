@@ -68,6 +68,10 @@ class Layout:
     declared: Callable[[], dict[str, dict[str, Any]]]
 
 
+class Empty(BadMessage):
+    """A dataset without episodes."""
+
+
 class Root:
     """The folder of a dataset: no name leads out of it, be it by dots, by being absolute or by a link."""
 
@@ -208,7 +212,7 @@ def check_order(layout: Layout) -> Layout:
     """The layout, if its episodes follow each other from the first row to the last. Raises BadMessage."""
     end = 0
     if not layout.episodes:
-        raise BadMessage(f"dataset {layout.root.name}: holds no episodes; record or import some")
+        raise Empty(f"dataset {layout.root.name}: holds no episodes; record or import some")
     for number, episode in enumerate(layout.episodes):
         if episode.begin != end or episode.end <= episode.begin:
             raise BadMessage(

@@ -86,6 +86,8 @@ def _parquet(root: Root, name: str) -> Iterator[pq.ParquetFile]:
     try:
         with pq.ParquetFile(root.inside(name)) as file:
             yield file
+    except FileNotFoundError as error:
+        raise BadMessage(f"dataset {root.name}: there is no {name}") from error
     except (OSError, pa.ArrowException) as error:
         raise BadMessage(f"dataset {root.name}: {name} cannot be read: {type(error).__name__}: {error}") from error
 

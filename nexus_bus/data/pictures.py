@@ -5,6 +5,7 @@ What a header says is compared with the feature before a pixel is unfolded: a pi
 
 import io
 import math
+import warnings
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -16,6 +17,8 @@ from PIL import Image as Pillow
 from nexus_bus.data.layout import Root
 from nexus_bus.errors import BadMessage
 from nexus_bus.tensors import MAX_PIXELS
+
+warnings.filterwarnings("ignore", category=Pillow.DecompressionBombWarning)  # it is refused below, in our own words
 
 OPEN_FILMS = 8
 AHEAD = 8  # frames that are decoded on the way rather than looked for anew
@@ -31,8 +34,10 @@ def still(data: bytes, shape: Sequence[int], where: str) -> np.ndarray:
             if [opened.height, opened.width, channels] != [height, width, 3]:
                 raise BadMessage(f"{where}: picture {[opened.height, opened.width, 3]}, info.json says {list(shape)}")
             return np.array(opened.convert("RGB"))
-    except (OSError, ValueError, SyntaxError, Pillow.DecompressionBombError) as error:
-        raise BadMessage(f"{where}: unreadable picture: {error}") from error
+    except Pillow.DecompressionBombError as error:
+        raise BadMessage(f"{where}: picture that claims far more pixels than the limit of {MAX_PIXELS} in all") from error
+    except (OSError, ValueError, SyntaxError) as error:
+        raise BadMessage(f"{where}: unreadable picture: {' '.join(str(error).split())}") from error
 
 
 class Films:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from nexus_bus.data import layout_v20, layout_v21, layout_v30
-from nexus_bus.data.layout import IMAGES, INDEX, INFO, PICTURES, Episode, Layout, Root, check_order, read_info
+from nexus_bus.data.layout import IMAGES, INDEX, INFO, PICTURES, Empty, Episode, Layout, Root, check_order, read_info
 from nexus_bus.data.pictures import Films, still
 from nexus_bus.data.rows import Rows
 from nexus_bus.data.statistics import over, plain
@@ -222,6 +222,8 @@ def read_layout(root: Path | str) -> Layout:
     version = info.get("codebase_version")
     if version not in LAYOUTS:
         raise BadMessage(f"{INFO}: codebase_version {version!r}, this reader takes {', '.join(LAYOUTS)}")
+    if info.get("total_episodes") == 0:  # it needs no further files
+        raise Empty(f"{INFO}: total_episodes is 0: dataset {folder.name} holds no episodes; record or import some")
     return check_order(LAYOUTS[version](folder, info))
 
 

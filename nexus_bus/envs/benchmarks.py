@@ -13,6 +13,7 @@ from nexus_bus.envs.libero_tasks import NAMES, sentence
 from schemas.policy import ActionSpec, ObservationSpec
 
 REWARD = Option("sparse", "1 at success, or the simulator's own", choices=("sparse", "own"))
+LIBERO_STATES = 50  # recorded initial states of each of its tasks
 BY_FLAG = "info['is_success'] of the simulator"
 
 
@@ -139,6 +140,7 @@ def _suite(suite: str, limit: int) -> EnvironmentEntry:
         fps=20,
         success="robosuite's check_success",
         revision=2,
+        starts=LIBERO_STATES,
     )
 
 

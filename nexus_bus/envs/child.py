@@ -12,13 +12,13 @@ import signal
 import socket
 import sys
 import time
-import traceback
 from pathlib import Path
 from typing import cast
 
 import msgspec
 
 from nexus_bus import memory
+from nexus_bus.envs.blame import place
 from nexus_bus.envs.catalog import ENVIRONMENTS, EnvDescription, describe
 from nexus_bus.envs.session import Session
 from nexus_bus.envs.stepped import Stepped, restart
@@ -30,10 +30,16 @@ from schemas.job import EnvironmentSpec
 
 
 class Child:
-    """All sessions of this process. One that has `failed` to load what it is for says so to whatever is asked."""
+    """All sessions of this process.
 
-    def __init__(self, failed: Answer | None = None) -> None:
+    Args:
+        failed: it could not load what it is for, and says so to whatever is asked.
+        own: the simulator is its owner's, who is told where in its code a fault was. Of ours the place is nobody's business.
+    """
+
+    def __init__(self, failed: Answer | None = None, *, own: bool = False) -> None:
         self.failed = failed
+        self.own = own
         self.sessions: dict[int, Session] = {}
 
     def serve(self, channel: socket.socket) -> None:
@@ -55,12 +61,15 @@ class Child:
         try:
             return self._handle(request)
         except NexusError as error:
-            if isinstance(error, EnvironmentFault):
-                self._close(request.session)
-            return Answer(code=error.code, message=str(error))
+            if not isinstance(error, EnvironmentFault):
+                return Answer(code=error.code, message=str(error))
+            return self._fault(request, str(error), error)
         except (Exception, SystemExit, KeyboardInterrupt) as error:  # noqa: BLE001 - other sessions go on
-            self._close(request.session)
-            return Answer(code=EnvironmentFault.code, message=f"{request.op}: {type(error).__name__}: {error}")
+            return self._fault(request, f"{request.op}: {type(error).__name__}: {error}", error)
+
+    def _fault(self, request: Request, text: str, error: BaseException) -> Answer:
+        self._close(request.session)
+        return Answer(code=EnvironmentFault.code, message=text + (place(error) if self.own else ""))
 
     def _close(self, session: int) -> None:
         if session in self.sessions:
@@ -139,6 +148,7 @@ def _reply(session: Session, stepped: Stepped, encoding: Encoding) -> SessionRep
         truncated=stepped.truncated,
         end=stepped.end,
         steps=session.steps,
+        clipped=stepped.clipped,
     )
 
 
@@ -149,10 +159,8 @@ def _load(target: str) -> Answer | None:
     except NexusError as error:
         return Answer(code=error.code, message=str(error))
     except (Exception, SystemExit, KeyboardInterrupt) as error:  # noqa: BLE001 - it is answered
-        place = traceback.extract_tb(error.__traceback__)[-1]
         what = " ".join(f"{type(error).__name__}: {error}".split())
-        text = f"--env {target}: {what} ({place.filename}, line {place.lineno}, in {place.name})"
-        return Answer(code=EnvironmentFault.code, message=text)
+        return Answer(code=EnvironmentFault.code, message=f"--env {target}: {what}{place(error)}")
     return None
 
 
@@ -175,7 +183,7 @@ def main() -> None:
     faulthandler.enable()  # a crash in native code says where, and the parent repeats the last line
     channel = socket.socket(fileno=int(descriptor))
     channel.set_inheritable(False)  # a process that a simulator starts must not keep it open
-    Child(_load(own[0]) if own else None).serve(channel)
+    Child(_load(own[0]) if own else None, own=bool(own)).serve(channel)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+from nexus_bus.envs.blame import place
 from nexus_bus.envs.catalog import ENVIRONMENTS
 from nexus_bus.envs.session import Observed, Session, Stepped
 from nexus_bus.errors import NexusError, NotFound
@@ -48,8 +49,8 @@ def check(spec: EnvironmentSpec, resets: int = 0) -> list[Finding]:
     for rule, probe in {**RULES, LEAKS: lambda session: _leaks(session, resets)}.items():
         try:
             found += [Finding(rule, seen) for seen in probe(session)]
-        except NexusError as error:
-            found.append(Finding(rule, f"{type(error).__name__}: {error}"))
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever it is, it is the finding, and other rules go on
+            found.append(Finding(rule, f"{type(error).__name__}: {error}{place(error)}"))
     return found + [Finding("it closes cleanly, and a second time does nothing", seen) for seen in _closing(session)]
 
 

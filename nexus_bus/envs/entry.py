@@ -53,6 +53,7 @@ class EnvironmentEntry:
     success: str = "the task's own check, at any step"  # the rule that a score rests on
     simulator: str = ""  # name and versions, where the packages are somebody else's
     revision: int = 1  # raised when the same seed no longer gives the same episode
+    starts: int = 0  # initial states that a trial picks from by its number; 0: each trial has its own, from its seed
     varies: str = ""  # why the same seed may give another episode all the same; empty: it does not
 
 

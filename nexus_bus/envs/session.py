@@ -4,11 +4,13 @@ The order is reset, then steps until the episode ends, then reset again. A polic
 not finite) is refused before the simulator sees it; a simulator's mistake is an `EnvironmentFault` and never a reward.
 """
 
+import dataclasses
 import math
 
 import msgspec
 import numpy as np
 
+from nexus_bus.bounds import outside
 from nexus_bus.clock import derive_seed
 from nexus_bus.envs import catalog
 from nexus_bus.envs.simulator import Moment, Numbered, Observed
@@ -68,12 +70,12 @@ class Session:
             raise BadMessage(
                 "step: no episode is running; reset first" if self.end is None else f"step: over ({self.end}); reset first"
             )
-        chunk = self._checked(actions).clip(self._low, self._high)
+        given = self._checked(actions)
         rewards: list[float] = []
         successes: list[bool] = []
         terminated = truncated = False
         with _faults("step"):
-            for action in chunk:
+            for action in given.clip(self._low, self._high):
                 moment = self._simulator.act(action)
                 if not math.isfinite(moment.reward):
                     raise EnvironmentFault(f"{self.spec.id}: reward {moment.reward} at step {self.steps + 1}")
@@ -85,7 +87,8 @@ class Session:
                     break
             observed = self._observe()
         ending = termination if terminated else truncation if truncated else transition
-        stepped = ending(observed, rewards, successes)
+        clipped = outside(given[: len(rewards)], self._low, self._high)
+        stepped = dataclasses.replace(ending(observed, rewards, successes), clipped=clipped)
         self.end = stepped.end
         return stepped
 
@@ -112,7 +115,10 @@ class Session:
         try:
             saved = msgspec.msgpack.decode(state, type=_Saved)
         except msgspec.MsgspecError as error:
-            raise BadMessage(f"state: not a saved session: {error}") from error
+            raise BadMessage(
+                f"state: {len(state)} bytes that are not a saved session ({error}); give what save() of the same environment "
+                "and task gave"
+            ) from error
         if saved.environment != self._kind():
             raise BadMessage(f"state: saved from {saved.environment}, this session is {self._kind()}")
         with _faults("restore"):

@@ -20,6 +20,7 @@ class Stepped:
     terminated: bool = False
     truncated: bool = False
     end: EndReason = "running"
+    clipped: float = 0.0  # share of the executed actions' components that lay outside the bounds (bounds.py)
 
     @property
     def executed(self) -> int:

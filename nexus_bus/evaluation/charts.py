@@ -11,14 +11,14 @@ from schemas.evaluation import Evaluated, EvaluationEpisode, Summary
 WIDTH = 500
 LEFT, RIGHT = 110, 56  # room for names, and for numbers
 ROW, DOT = 30, 5
+WAITING = 130  # more room for the numbers beside a bar of times
+POOLED = "all, pooled"
 
 
 def success_bars(evaluations: Sequence[Evaluated]) -> str:
-    """Success of each task with its 95 % interval, a row per task and evaluation, after one for all of them."""
+    """Success of each task with its 95 % interval, a row per task and evaluation, after one for all of them pooled."""
     tasks = list(dict.fromkeys(task for one in evaluations for task in one.tasks))
-    rows: list[tuple[str, list[Summary | None]]] = [
-        ("all tasks" if len(tasks) > 1 else tasks[0], [e.overall for e in evaluations])
-    ]
+    rows: list[tuple[str, list[Summary | None]]] = [(POOLED if len(tasks) > 1 else tasks[0], [e.overall for e in evaluations])]
     if len(tasks) > 1:
         rows += [(task, [one.tasks.get(task) for one in evaluations]) for task in tasks]
     each = ROW if len(evaluations) == 1 else ROW + 14
@@ -72,24 +72,25 @@ def solved_curve(series: Sequence[Sequence[EvaluationEpisode]]) -> str:
 
 
 def time_split(evaluations: Sequence[Evaluated]) -> str:
-    """Mean seconds of an episode: simulator, forward, and the rest."""
-    totals = [(one, one.overall.simulate_s + one.overall.forward_s + one.overall.wait_s) for one in evaluations]
-    longest = max(total / max(1, one.overall.episodes) for one, total in totals) or 1.0
+    """Mean seconds that simulator and model worked for an episode. Waiting is a number beside: it is the service's."""
+    worked = [
+        [seconds / max(1, one.overall.episodes) for seconds in (one.overall.simulate_s, one.overall.forward_s)]
+        for one in evaluations
+    ]
+    longest = max(map(sum, worked)) or 1.0
+    room = WIDTH - LEFT - RIGHT - WAITING
     parts: list[str] = []
-    for number, (one, total) in enumerate(totals):
-        y, x, count = 8 + ROW * number, float(LEFT), max(1, one.overall.episodes)
+    for number, (one, each) in enumerate(zip(evaluations, worked, strict=True)):
+        y, x = 8 + ROW * number, float(LEFT)
         parts.append(f'<text x="{LEFT - 12}" y="{y + 16}" class="name">{escape(_short(one.policy))}</text>')
-        for kind, seconds in (
-            ("simulate", one.overall.simulate_s),
-            ("forward", one.overall.forward_s),
-            ("wait", one.overall.wait_s),
-        ):
-            width = (WIDTH - LEFT - RIGHT) * seconds / count / longest
-            title = f"<title>{kind} {seconds / count:.2f} s, {seconds / (total or 1):.0%}</title>"
+        for kind, seconds in zip(("simulate", "forward"), each, strict=True):
+            width = room * seconds / longest
+            title = f"<title>{kind} {seconds:.2f} s</title>"
             parts.append(f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="20" class="t-{kind}">{title}</rect>')
             x += width
-        parts.append(f'<text x="{x + 8:.1f}" y="{y + 15}" class="num">{total / count:.2f} s</text>')
-    return _svg(ROW * len(totals) + 8, parts, "Mean time of an episode")
+        waited = one.overall.wait_s / max(1, one.overall.episodes)
+        parts.append(f'<text x="{x + 8:.1f}" y="{y + 15}" class="num">{sum(each):.2f} s, and {waited:.2f} s waiting</text>')
+    return _svg(ROW * len(evaluations) + 8, parts, "Mean time of an episode, without waiting")
 
 
 def _x(share: float) -> float:

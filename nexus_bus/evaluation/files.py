@@ -8,6 +8,7 @@ import msgspec
 
 from nexus_bus.errors import Unavailable
 from nexus_bus.evaluation.page import page
+from nexus_bus.whole import whole
 from schemas.evaluation import EvaluationEpisode, EvaluationFilm, Manifest, Protocol
 
 ENDINGS = {"video/mp4": "mp4", "image/gif": "gif"}
@@ -19,8 +20,8 @@ def write(
     """Write a report, over one that is there; the files. Raises Unavailable if the disk refuses."""
     content: dict[str, bytes] = {
         "report.html": page(manifest, episodes, films).encode(),
-        "manifest.json": msgspec.json.format(msgspec.json.encode(manifest)) + b"\n",
-        "episodes.jsonl": b"".join(msgspec.json.encode(one) + b"\n" for one in episodes),
+        "manifest.json": msgspec.json.format(msgspec.json.encode(whole(manifest))) + b"\n",
+        "episodes.jsonl": b"".join(msgspec.json.encode(whole(one)) + b"\n" for one in episodes),
         "protocol.toml": toml(manifest.protocol).encode(),
         **{f"films/{name}.{ENDINGS[film.media_type]}": film.data for name, film in sorted(films.items())},
     }

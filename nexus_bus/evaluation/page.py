@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
 
-from nexus_bus.evaluation.charts import solved_curve, success_bars, time_split
+from nexus_bus.evaluation.charts import POOLED, solved_curve, success_bars, time_split
 from nexus_bus.evaluation.style import STYLE
 from nexus_bus.evaluation.summary import of
 from schemas.evaluation import Comparison, Evaluated, EvaluationEpisode, EvaluationFilm, Manifest
@@ -26,12 +26,13 @@ def page(manifest: Manifest, episodes: Sequence[EvaluationEpisode], films: Mappi
         *(_hero(one, number, len(found), hero) for number, one in enumerate(found)),
         *([_change(manifest.change, hero)] if manifest.change is not None else []),
         *([_time(found)] if len(found) == 1 else []),
-        _card("Success, with 95 % intervals (Wilson)", success_bars(found), "half"),
+        _card("Success, with 95 % intervals (Wilson)", success_bars(found) + _pooled(found), "half"),
         _card("Solved within so many steps", solved_curve([of(episodes, one.purpose) for one in found]), "half"),
-        *_shown(episodes, films),
+        *_shown(manifest, episodes, films),
         _card("By task", _table(found)),
-        *([_time(found)] if len(found) > 1 else []),
-        _card("Protocol", _protocol(manifest), "half" if len(found) > 1 else "wide"),
+        *([_time(found, "wide")] if len(found) > 1 else []),
+        _card("Protocol", _protocol(manifest), "half"),
+        _card("What was evaluated", _made_of(found), "half"),
         _card("Episodes", _episodes(episodes)),
     ]
     notes = "".join(f'<p class="note">{escape(note)}</p>' for note in manifest.notes)
@@ -64,15 +65,22 @@ def _hero(one: Evaluated, number: int, count: int, size: str) -> str:
         *((f"ended by {end.replace('_', ' ')}", str(times)) for end, times in others),
     )
     rate = f"{summary.success * 100:.1f} %"
-    interval = f"95 % interval {summary.low * 100:.1f} – {summary.high * 100:.1f}"
+    pooled = f", {len(one.tasks)} tasks pooled" if len(one.tasks) > 1 else ""
+    interval = f"95 % interval {summary.low * 100:.1f} – {summary.high * 100:.1f}{pooled}"
     return (
         f'<section class="card {size}"><h2><span class="k k{number}"></span>{escape(title)}</h2>'
         f'<div class="hero">{rate}</div><div class="interval">{interval}</div>{facts}</section>'
     )
 
 
-def _time(found: Sequence[Evaluated]) -> str:
-    return _card("Mean time of an episode", time_split(found) + _legend(), "half")
+def _time(found: Sequence[Evaluated], size: str = "half") -> str:
+    return _card("Mean time of an episode", time_split(found) + _legend(), size)
+
+
+def _pooled(found: Sequence[Evaluated]) -> str:
+    if all(len(one.tasks) < 2 for one in found):
+        return ""
+    return f'<p class="interval">{escape(POOLED)}: one interval over all episodes, as if they were of one task.</p>'
 
 
 def _facts(*facts: tuple[str, str]) -> str:
@@ -94,17 +102,23 @@ def _change(change: Comparison, size: str) -> str:
 
 
 def _legend() -> str:
-    kinds = (("simulate", "simulator"), ("forward", "its share of forwards"), ("wait", "queues and the way"))
+    kinds = (("simulate", "simulator"), ("forward", "its share of forwards"))
     keys = "".join(f'<span><span class="k t-{kind}"></span>{text}</span>' for kind, text in kinds)
-    return f'<div class="facts">{keys}</div>'
+    waiting = "Waiting is for queues, for groups to fill and for the turns of others: it says how busy the service was."
+    return f'<div class="facts">{keys}</div><p class="interval">{waiting}</p>'
 
 
-def _shown(episodes: Sequence[EvaluationEpisode], films: Mapping[str, EvaluationFilm]) -> Iterable[str]:
+def _shown(manifest: Manifest, episodes: Sequence[EvaluationEpisode], films: Mapping[str, EvaluationFilm]) -> Iterable[str]:
     filmed = [one for one in episodes if one.film in films]
+    every = manifest.protocol.execute or 1
+    what = (
+        f"What the policy saw: one picture per decision, of {every} step{'s' * (every > 1)} each. "
+        "Long films are thinned, and large pictures made smaller."
+    )
     for title, success in (("First failures", False), ("First successes", True)):
         figures = "".join(_figure(one, films[one.film]) for one in filmed if one.success is success)
         if figures:
-            yield _card(f"{title}: what the policy saw, a picture per decision", f'<div class="films">{figures}</div>')
+            yield _card(title, f'<p class="interval">{what}</p><div class="films">{figures}</div>')
 
 
 def _figure(episode: EvaluationEpisode, film: EvaluationFilm) -> str:
@@ -114,7 +128,7 @@ def _figure(episode: EvaluationEpisode, film: EvaluationFilm) -> str:
         if film.media_type == "video/mp4"
         else f'<img src="{source}" alt="">'
     )
-    said = f"{escape(episode.task)}, trial {episode.trial} ({escape(episode.policy)})"
+    said = f"{escape(episode.task)}, trial {episode.trial}, seed {episode.seed} ({escape(episode.policy)})"
     told = f"<q>{escape(film.instruction)}</q><br>" if film.instruction else ""
     end = f"{_outcome(episode)} after {episode.length} steps"
     return f"<figure>{shown}<figcaption>{told}{said}<br>{end}</figcaption></figure>"
@@ -138,7 +152,7 @@ def _table(found: Sequence[Evaluated]) -> str:
     head = ("policy", "task", "solved", "success", "95 % interval", "return", "length", "simulate s", "forward s", "wait s")
     rows: list[Sequence[object]] = []
     for one in found:
-        for task, summary in {**one.tasks, **({"all": one.overall} if len(one.tasks) > 1 else {})}.items():
+        for task, summary in {**one.tasks, **({POOLED: one.overall} if len(one.tasks) > 1 else {})}.items():
             each = max(1, summary.episodes)
             rows.append((
                 escape(one.policy), escape(task), f"{summary.successes}/{summary.episodes}", f"{summary.success:.1%}",
@@ -157,6 +171,21 @@ def _protocol(manifest: Manifest) -> str:
     return _rows(("what", "is"), rows, ())
 
 
+def _made_of(found: Sequence[Evaluated]) -> str:
+    rows: list[tuple[str, str]] = []
+    for one in found:
+        rows.append(("policy", escape(one.policy)))
+        if (version := one.version) is not None:
+            made = {
+                "weights": version.weights, "adapter": version.adapter or "none", "backbone": version.backbone,
+                "backbone fingerprint": version.backbone_fingerprint, "contract": version.contract,
+                "statistics": version.statistics, "published": f"{version.created[:19]}, step {version.step}",
+            }  # fmt: skip
+            rows += [(name, f'<span class="hash">{escape(value)}</span>') for name, value in made.items()]
+        rows.append(("service", escape(", ".join(one.services) or "unknown")))
+    return _rows(("what", "is"), rows, ())
+
+
 def _said(value: Any) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{key} {item}" for key, item in value.items())
@@ -164,11 +193,11 @@ def _said(value: Any) -> str:
 
 
 def _episodes(episodes: Sequence[EvaluationEpisode]) -> str:
-    head = ("policy", "task", "trial", "seed", "end", "return", "length", "simulate s", "forward s", "wait s")
+    head = ("policy", "task", "trial", "seed", "attempts", "end", "return", "length", "simulate s", "forward s", "wait s")
     rows = [
         (
-            escape(one.policy), escape(one.task), one.trial, one.seed, _outcome(one), f"{one.episode_return:.3g}", one.length,
-            f"{one.simulate_s:.2f}", f"{one.forward_s:.3f}", f"{one.wait_s:.2f}",
+            escape(one.policy), escape(one.task), one.trial, one.seed, one.attempts, _outcome(one), f"{one.episode_return:.3g}",
+            one.length, f"{one.simulate_s:.2f}", f"{one.forward_s:.3f}", f"{one.wait_s:.2f}",
         )
         for one in episodes[:EPISODES]
     ]  # fmt: skip

@@ -46,7 +46,10 @@ def parts(protocol: Protocol) -> tuple[EnvironmentSpec, EvaluationSpec]:
             _refuse(name, value, protocol.environment)
     if protocol.success == "last_step" and options.setdefault("end_on_success", False):
         raise BadJob('success: "last_step" means nothing where an episode ends at its first success; leave out end_on_success')
-    environment = EnvironmentSpec(id=protocol.environment, task=tasks[0], options=options, execute=protocol.execute)
+    environment = EnvironmentSpec(
+        id=protocol.environment, task=tasks[0], options=options, execute=protocol.execute,
+        image_encoding=protocol.image_encoding,
+    )  # fmt: skip
     evaluation = EvaluationSpec(
         episodes=protocol.trials, seed=protocol.seed, success=protocol.success, simulator=protocol.simulator,
         films=protocol.films, tasks=tasks if len(tasks) > 1 else (),
@@ -92,7 +95,7 @@ def protocol_of(plan: Plan, simulators: Collection[str] = ()) -> Protocol:
         environment=spec.environment.id, tasks=evaluation.tasks or (spec.environment.task,), trials=evaluation.episodes,
         seed=evaluation.seed, success=evaluation.success, execute=plan.execute, options=options, films=evaluation.films,
         simulator=evaluation.simulator or " and ".join(sorted(simulators)), policy=spec.init if spec.kind == "eval" else None,
-        **own,  # type: ignore[arg-type]  # options were checked
+        image_encoding=spec.environment.image_encoding, **own,  # type: ignore[arg-type]  # options were checked
     )  # fmt: skip
 
 
@@ -107,9 +110,58 @@ def differences(a: Protocol, b: Protocol) -> list[str]:
                 for key in sorted(one.keys() | other.keys())
                 if one.get(key) != other.get(key)
             ]
+        elif name == "image_encoding" and "jpeg" not in (one, other):
+            continue  # the others are exact
         elif name not in _FREE and one != other:
             found.append(f"{name}: {_brief(one)} and {_brief(other)}")
     return found
+
+
+def departures(plan: Plan, policy: str, environment: EnvironmentSpec, evaluation: EvaluationSpec) -> list[str]:
+    """In what an evaluation that is asked for is not the one of this plan, a phrase each; empty if it is the same.
+
+    Raises NotFound, BadJob: the environment asked for does not exist, or has no such option.
+    """
+    spec = plan.spec
+    if spec.kind != "eval" or spec.environment is None:
+        return [f"kind: {spec.kind} and eval"]
+    if is_own(environment.id):  # the plan has every option, and it may be away: what nobody named is as it was
+        environment = msgspec.structs.replace(environment, options=spec.environment.options | environment.options)
+    asked = msgspec.structs.replace(
+        plan,
+        spec=msgspec.structs.replace(spec, init=policy, environment=environment, evaluation=evaluation),
+        execute=environment.execute or (spec.head.horizon if spec.head else plan.execute),
+    )
+    first = [] if spec.init == policy else [f"policy: {spec.init} and {policy}"]
+    return first + differences(protocol_of(plan), protocol_of(asked))
+
+
+def default_of(environment: EnvironmentSpec | None) -> EvaluationSpec:
+    """What is evaluated where nobody says how: as many trials of a task as usual, and no more than its recorded states."""
+    known = ENVIRONMENTS.get(environment.id) if environment is not None else None
+    usual = EvaluationSpec()
+    return msgspec.structs.replace(usual, episodes=min(usual.episodes, known.starts)) if known and known.starts else usual
+
+
+def check_evaluation(environment: EnvironmentSpec, evaluation: EvaluationSpec) -> None:
+    """Refuse what would be found out at the first episode, or never. Raises BadJob, which begins with the field.
+
+    Which packages a simulator comes with, only those know who play it; that is looked at when they do.
+    """
+    if is_own(environment.id):
+        return
+    entry = entry_of(environment)
+    if entry.starts and evaluation.episodes > entry.starts:
+        raise BadJob(
+            f"evaluation.episodes: {evaluation.episodes} trials of each task, but {environment.id} has {entry.starts} initial "
+            f"states of each, and one played twice is no second trial; at most {entry.starts}"
+        )
+    here = describe(environment).simulator
+    known = here.partition("(")[0] if entry.venv or "not installed" in here else here
+    if evaluation.simulator and not evaluation.simulator.startswith(known):
+        raise BadJob(
+            f"evaluation.simulator: asked for is {evaluation.simulator!r}, here is {here!r}; leave it out to take that"
+        )
 
 
 def _brief(value: Any) -> str:

@@ -8,6 +8,8 @@ from nexus_bus.evaluation.protocol import differences, protocol_of
 from schemas.evaluation import Protocol, Purpose
 from schemas.plan import JobState
 
+SHOWN = 20  # evaluations in an error
+
 
 @dataclass(frozen=True)
 class Chosen:
@@ -50,19 +52,21 @@ def evaluations(states: Iterable[JobState]) -> list[Chosen]:
     return found
 
 
-def choose(known: Sequence[Chosen], a: str, b: str | None) -> tuple[Chosen, Chosen]:
+def choose(states: Sequence[JobState], a: str, b: str | None) -> tuple[Chosen, Chosen]:
     """The two to compare. Of a policy that was evaluated more than once: the last time under the protocol of the other.
 
     Args:
+        states: the tenant's jobs.
         b: None means that `a` is a job that was evaluated before and after its training.
 
     Raises:
-        NotFound: there is no such evaluation.
-        BadJob: their protocols differ; says in what.
+        NotFound: there is no such evaluation; says how to make it.
+        BadJob: their protocols differ, and it says in what; or one name says one evaluation, and there is no other.
     """
-    first, second = (
-        (_named(known, f"{a}:before"), _named(known, f"{a}:after")) if b is None else (_named(known, a), _named(known, b))
-    )
+    names = (f"{a}:before", f"{a}:after") if b is None else (a, b)
+    if b is None and ("@" in a or ":" in a or any(one.plan.spec.name == a and one.plan.spec.kind == "eval" for one in states)):
+        raise BadJob(f"compare: {a!r} is one evaluation; name the other, too: `nexus compare {a} OTHER`")
+    first, second = (_named(states, name) for name in names)
     refused: list[str] = []
     for one in first:
         for other in second:
@@ -73,7 +77,8 @@ def choose(known: Sequence[Chosen], a: str, b: str | None) -> tuple[Chosen, Chos
     raise BadJob(f"compare: the protocols of {first[0].label} and {second[0].label} differ in {'; '.join(refused)}")
 
 
-def _named(known: Sequence[Chosen], name: str) -> list[Chosen]:
+def _named(states: Sequence[JobState], name: str) -> list[Chosen]:
+    known = evaluations(states)
     job, colon, purpose = name.partition(":")
     if "@" in name:
         found = [one for one in known if one.policy == name]
@@ -82,7 +87,31 @@ def _named(known: Sequence[Chosen], name: str) -> list[Chosen]:
     else:
         found = [one for one in known if one.job == name][:1]
     if not found:
-        names = sorted({one.label for one in known})
-        there = f"; there are {', '.join(names[:20])}" if names else "; `nexus eval` makes them"
-        raise NotFound(f"compare: no evaluation {name!r}{there}")
+        raise NotFound(f"compare: {_missing(states, name)}{_others(known)}")
     return found
+
+
+def _missing(states: Sequence[JobState], name: str) -> str:
+    """Why an evaluation is not there, and how to make it."""
+    job, _, purpose = name.partition(":")
+    state = next((one for one in states if one.plan.spec.name == job), None)
+    if "@" in name:
+        return f"{name} was not evaluated; `nexus eval --policy {name}` does that"
+    if state is None:
+        return f"there is no job {job!r}; `nexus jobs` lists them"
+    spec, evaluation = state.plan.spec, state.plan.spec.evaluation
+    if spec.kind == "eval" and purpose:
+        return f"{job!r} is an eval job, it has no {purpose!r}: leave that out"
+    how = f"`nexus eval --policy {job}@{0 if purpose == 'before' else 'latest'}` makes one"
+    if evaluation is None:
+        how = f"`nexus eval --policy {job}@0` and `{job}@latest` make two to compare" if purpose else how
+        return f"job {job!r} made no evaluation, its document has no [evaluation] table; {how}"
+    if purpose and not getattr(evaluation, purpose, False):
+        return f"job {job!r} makes no evaluation {purpose!r}; {how}"
+    why = f": {state.reason}" if state.reason else ""
+    return f"job {job!r} has not begun to evaluate{f' {purpose}' if purpose else ''}, it is {state.phase}{why}"
+
+
+def _others(known: Sequence[Chosen]) -> str:
+    names = sorted({one.label for one in known})
+    return f"; there are {', '.join(names[:SHOWN])}{' …' if len(names) > SHOWN else ''}" if names else ""

@@ -2,10 +2,10 @@
 
 STYLE = """
 :root{--ink:#16202c;--soft:#5d6b7a;--line:#dde3ea;--paper:#fff;--tint:#f5f7fa;--a:#1f6feb;--b:#d9730d;--good:#1a7f4b;
-  --bad:#b3362b;--sim:#6b8fb5;--fwd:#d9a441;--wait:#d5dbe2}
+  --bad:#b3362b;--sim:#6b8fb5;--fwd:#d9a441}
 @media (prefers-color-scheme:dark){
   :root{--ink:#e5eaf0;--soft:#9aa7b5;--line:#2e3945;--paper:#12181f;--tint:#1a222b;--a:#6aa5ff;--b:#f0a45a;
-  --good:#54c08a;--bad:#ef7d72;--sim:#57799c;--fwd:#c79539;--wait:#3a4652}
+  --good:#54c08a;--bad:#ef7d72;--sim:#57799c;--fwd:#c79539}
 }
 *{box-sizing:border-box}
 body{margin:0;background:var(--tint);color:var(--ink);font:15px/1.5 system-ui,"Segoe UI",Roboto,sans-serif}
@@ -41,7 +41,6 @@ svg text.s0{fill:var(--a)}
 svg text.s1{fill:var(--b)}
 .t-simulate{fill:var(--sim);background:var(--sim)}
 .t-forward{fill:var(--fwd);background:var(--fwd)}
-.t-wait{fill:var(--wait);background:var(--wait)}
 .films{display:grid;gap:14px;grid-template-columns:repeat(auto-fill,minmax(190px,1fr))}
 figure{margin:0}
 video,figure img{width:100%;aspect-ratio:1;object-fit:contain;background:#000;border-radius:8px;
@@ -53,6 +52,7 @@ table{border-collapse:collapse;width:100%;font-variant-numeric:tabular-nums;font
 th{text-align:left;font-weight:600;color:var(--soft)}
 td,th{padding:5px 12px 5px 0;border-bottom:1px solid var(--line);vertical-align:top}
 td.n,th.n{text-align:right}
+.hash{overflow-wrap:anywhere}
 .scroll{overflow-x:auto}
 summary{cursor:pointer}
 footer{color:var(--soft);font-size:12.5px;margin-top:24px}

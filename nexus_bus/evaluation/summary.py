@@ -1,15 +1,18 @@
 """From episodes to numbers: summaries by task and overall, the manifest of a report, and the comparison of two policies."""
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import get_args
 
 from nexus_bus.clock import now
 from nexus_bus.errors import BadJob
+from nexus_bus.evaluation.notes import notes, nothing
 from nexus_bus.evaluation.protocol import protocol_of
 from nexus_bus.evaluation.statistics import bootstrap, mcnemar, newcombe, wilson
-from schemas.evaluation import Comparison, Evaluated, EvaluationEpisode, Manifest, Purpose, Summary
-from schemas.plan import TERMINAL, JobState
+from nexus_bus.exported import contract_hash
+from schemas.evaluation import Comparison, Evaluated, EvaluatedPolicy, EvaluationEpisode, Manifest, Purpose, Summary
+from schemas.plan import JobState
+from schemas.policy import PolicyVersion
 
 Episodes = Sequence[EvaluationEpisode]
 
@@ -55,15 +58,19 @@ def of(episodes: Iterable[EvaluationEpisode], purpose: Purpose) -> list[Evaluati
     return [one for one in episodes if one.purpose == purpose]
 
 
-def manifest(state: JobState, episodes: Episodes) -> Manifest:
-    """All of a job's evaluations in numbers; `episodes` as `once` gives them.
+def manifest(state: JobState, episodes: Episodes, versions: Mapping[str, PolicyVersion] | None = None) -> Manifest:
+    """All of a job's evaluations in numbers.
 
-    Raises BadJob: the job evaluates nothing, or no episode of it is there.
+    Args:
+        episodes: as `once` gives them.
+        versions: the policies that played, by id, as far as they were looked up.
+
+    Raises BadJob: the job evaluates nothing, or no episode of it is there; says why.
     """
     protocol = protocol_of(state.plan, {one.simulator for one in episodes})
     if not episodes:
-        raise BadJob(f"job: no episode of {state.plan.spec.name!r} is there: it is {state.phase}, or they are past their age")
-    found = [_evaluated(state, purpose, own) for purpose in get_args(Purpose) if (own := of(episodes, purpose))]
+        raise BadJob(f"job: {nothing(state)}")
+    found = [_evaluated(state, purpose, own, versions or {}) for purpose in get_args(Purpose) if (own := of(episodes, purpose))]
     change = None
     if len(found) == 2:
         labels = [f"{one.policy}, {one.purpose}" for one in found]
@@ -76,33 +83,38 @@ def manifest(state: JobState, episodes: Episodes) -> Manifest:
         protocol=protocol,
         evaluations=found,
         change=change,
-        notes=list(_notes(state, found)),
+        notes=list(notes(state, found, episodes)),
     )
 
 
-def _evaluated(state: JobState, purpose: Purpose, episodes: Episodes) -> Evaluated:
-    evaluation = state.plan.spec.evaluation
+def _evaluated(state: JobState, purpose: Purpose, episodes: Episodes, versions: Mapping[str, PolicyVersion]) -> Evaluated:
+    evaluation, version = state.plan.spec.evaluation, versions.get(episodes[0].policy)
     return Evaluated(
         purpose=purpose,
         policy=episodes[0].policy,
+        version=made_of(version) if version is not None else None,
         planned=evaluation.total if evaluation else len(episodes),
         overall=summarise(episodes),
         tasks={task: summarise(own) for task, own in by_task(episodes).items()},
         simulators=sorted({one.simulator for one in episodes}),
+        services=sorted({one.service for one in episodes if one.service}),
+        repeated=sum(one.attempts > 1 for one in episodes),
     )
 
 
-def _notes(state: JobState, found: Sequence[Evaluated]) -> Iterable[str]:
-    if state.plan.varies:
-        yield f"The same seed may give another episode in this simulator: {state.plan.varies}."
-    else:
-        yield "The simulator is deterministic: the same policy, protocol and seed give the same episodes."
-    for one in found:
-        if one.overall.episodes < one.planned:
-            why = f"; the job is {state.phase}{': ' if state.reason else ''}{state.reason}" if state.phase in TERMINAL else ""
-            yield f"{one.policy}: {one.overall.episodes} of {one.planned} episodes are there{why}. Numbers are of these."
-        if len(one.simulators) > 1:
-            yield f"{one.policy} was played by several simulators: {'; '.join(one.simulators)}."
+def made_of(version: PolicyVersion) -> EvaluatedPolicy:
+    """A version by its hashes."""
+    contract = version.contract
+    return EvaluatedPolicy(
+        weights=version.weights.sha256,
+        adapter=version.adapter.sha256 if version.adapter is not None else None,
+        backbone=contract.backbone,
+        backbone_fingerprint=contract.backbone_fingerprint,
+        contract=contract_hash(contract),
+        statistics=contract.statistics_hash,
+        step=version.step,
+        created=version.created,
+    )
 
 
 def compare(a: str, of_a: Iterable[EvaluationEpisode], b: str, of_b: Iterable[EvaluationEpisode]) -> Comparison:
@@ -113,6 +125,8 @@ def compare(a: str, of_a: Iterable[EvaluationEpisode], b: str, of_b: Iterable[Ev
     first = {(one.task, one.trial): one for one in of_a}
     second = {(one.task, one.trial): one for one in of_b}
     keys = [key for key in first if key in second]
+    if not first or not second:
+        raise BadJob(f"compare: no episode of {b if first else a} is there: it has just begun, or they are past their age")
     if not keys:
         raise BadJob(f"compare: {a} and {b} have no trial in common")
     pairs = [(first[key], second[key]) for key in keys]

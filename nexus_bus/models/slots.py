@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from nexus_bus.bounds import outside
 from nexus_bus.errors import BadMessage, ContractError
 from nexus_bus.models.features import FeatureBatch, VLAFeature
 from nexus_bus.models.grafts import Adapter
@@ -158,6 +159,7 @@ class Acted:
     sample: NDArray[np.float32]  # [T, D] in the head's space, as it came
     log_prob: list[float] | None  # per action, of heads that have a density
     value: float | None
+    clipped: float = 0.0  # share of the components that lay outside the bounds (bounds.py)
 
 
 @dataclass(frozen=True, eq=False)
@@ -225,9 +227,9 @@ class PolicySlot:
         if not np.isfinite(sample).all():
             raise ContractError(f"policy {self.version}: its actions are not finite")
         space = self.contract.action
-        raw = np.clip(self.action_norm.inverse(sample), space.low, space.high)
-        density = log_prob.tolist() if log_prob is not None else None
-        return Acted(raw.astype(np.float32), sample, density, float(value) if value is not None else None)
+        given, low, high = self.action_norm.inverse(sample), np.array(space.low), np.array(space.high)
+        density, worth = log_prob.tolist() if log_prob is not None else None, float(value) if value is not None else None
+        return Acted(np.clip(given, low, high).astype(np.float32), sample, density, worth, outside(given, low, high))
 
 
 def state_row(norm: Normalize, state: NDArray[Any], size: int) -> NDArray[np.float32]:

@@ -91,6 +91,11 @@ class Found:
                 role: {"median": round(statistics.median(some), 2), "worst": round(max(some), 2)}
                 for role, some in sorted(by_role.items())
             },
+            "recovery_s_slowest": [
+                f"{one.back_s:.2f} s: {one.worker or one.role} {one.how} at {one.at:.1f}"
+                for one in sorted(hurt, key=lambda one: one.back_s or 0.0)[:-6:-1]
+                if one.back_s is not None
+            ],
             "not_recovered": sum(one.back_s is None for one in hurt),
         }
 
@@ -174,7 +179,12 @@ class Harm:
 async def measure(home: Path, count: int, seed: int) -> dict[str, Any]:
     """All of it."""
     draw = random.Random(seed)  # noqa: S311 - to draw faults, not keys
-    async with house(home) as here:
+    log = (home / "host.log").open("w", buffering=1)
+
+    def say(what: str) -> None:
+        log.write(f"{time.time():.1f} {what}\n")
+
+    async with house(home, say=say, spare=True) as here:
         found = Found({spec.kind: await here.run("calm", spec) for spec in (rl("rl"), sft("sft"))})
         began = time.monotonic()
         jobs = [asyncio.create_task(work(here, found, tenant, random.Random(seed))) for tenant in ("acme", "beta")]  # noqa: S311

@@ -15,7 +15,7 @@ import signal
 import socket
 import time
 import uuid
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +25,7 @@ from nexus_bus import children, faults, host, registry
 from nexus_bus.bus import Bus, Delivery, EmbeddedServer, training_durable
 from nexus_bus.client import Client
 from nexus_bus.errors import NexusError, Unavailable
-from nexus_bus.host import Supervisor, worker_command
+from nexus_bus.host import Supervisor
 from ops.bench.faults_proxy import Proxy
 from schemas.control import Heartbeat, Role
 from schemas.job import DataSpec, EnvironmentSpec, ExpertSpec, HeadSpec, JobSpec, Ppo, Sft
@@ -280,24 +280,24 @@ async def house(
     cut: bool = False,
     settings: Mapping[str, str] | None = None,
     say: host.Say = lambda _: None,
+    spare: bool = False,
+    server: EmbeddedServer | None = None,
 ) -> AsyncIterator[House]:
-    """A service in `home`, which exists. `cut`: behind a proxy that can part it from the server.
+    """A service in `home`, which exists. `cut`: behind a proxy that can part it from the server. `spare`: with a spare process,
+    as `nexus up` keeps one. `server`: one that runs already, and goes on when the service ends.
 
     Must run on the main thread: the server dies with the thread that started it.
     """
     (home / "faults").touch()
     given = {**SETTINGS, "NEXUS_BEAT_S": str(BEAT_S), faults.FILE: str(home / "faults"), **(settings or {})}
-
-    def command(role: Role, worker: str, url: str) -> Sequence[str]:
-        return ["/usr/bin/env", *(f"{k}={v}" for k, v in given.items()), *worker_command(role, worker, url)]
-
-    server = EmbeddedServer(home / "nats", port=free_port()).start()
+    own = server is None
+    server = server or EmbeddedServer(home / "nats", port=free_port()).start()
     allowed, children.STARTS_PER_MINUTE = children.STARTS_PER_MINUTE, 10_000
     try:
         bus = await Bus.connect(server.url, name="rig", creds=server.creds)
         proxy = await Proxy(server.url).start() if cut else None
         url = proxy.url if proxy else server.url
-        supervisor = Supervisor(home, url, creds=server.creds, say=say, command=command)
+        supervisor = Supervisor(home, url, creds=server.creds, say=say, spare=spare, settings=given)
         here = House(home, server, supervisor, bus, proxy)
         stop = asyncio.Event()
         running = asyncio.create_task(supervisor.run(counts or COUNTS, stop))
@@ -324,7 +324,8 @@ async def house(
             await bus.close()
     finally:
         children.STARTS_PER_MINUTE = allowed
-        server.stop()
+        if own:
+            server.stop()
 
 
 def free_port() -> int:

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -78,10 +78,10 @@ def service(home: Path) -> Iterator[str]:
         process.wait(60)
 
 
-async def kills(rounds: int, home: Path, url: str) -> dict[str, list[float]]:
-    """Seconds of every kill, by role."""
+async def hurts(how: signal.Signals, roles: Sequence[Role], rounds: int, home: Path, url: str) -> dict[str, list[float]]:
+    """Seconds of every fault, by role."""
     creds = home / "nats" / "authority" / "provider.creds"
-    took: dict[str, list[float]] = {role: [] for role in ROLES}
+    took: dict[str, list[float]] = {role: [] for role in roles}
     bus, watch = await Bus.connect(url, name="bench", creds=creds), Watch()
     client = await Client.connect(url, "bench", creds=creds)
     try:
@@ -90,13 +90,13 @@ async def kills(rounds: int, home: Path, url: str) -> dict[str, list[float]]:
         await client.submit(JobSpec(kind="rl", name="bench", head=HeadSpec(horizon=4), environment=SCENE, algorithm=algorithm))
         await watch.until(lambda: all(role in watch.last and watch.last[role].progress > 5 for role in ROLES))
         for _ in range(rounds):
-            for role in ROLES:
+            for role in roles:
                 await asyncio.sleep(CALM_S)
                 pid = watch.last[role].pid
-                os.kill(pid, signal.SIGKILL)
+                os.kill(pid, how)
                 seconds = await watch.until(lambda r=role, p=pid: watch.last[r].pid != p and watch.last[r].progress > 0)
                 took[role].append(seconds)
-                print(f"{role:<12} {seconds:6.2f} s")
+                print(f"{role:<12} {seconds:6.2f} s", flush=True)
                 others = {r: watch.last[r].progress for r in ROLES}
                 await watch.until(lambda o=others: all(watch.last[r].progress != o[r] for r in ROLES))
         state = await client.job("bench")
@@ -114,15 +114,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="make bench-recovery", description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("runs/bench/recovery.json"))
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--role", choices=ROLES, action="append", help="kill only this one, or several; default all")
     parser.add_argument("--home", type=Path, help="keep the service's home here, with its logs")
+    parser.add_argument("--freeze", action="store_true", help="the worker stands still (SIGSTOP) until it is given up")
     arguments = parser.parse_args()
+    how, name = (signal.SIGSTOP, "frozen") if arguments.freeze else (signal.SIGKILL, "recovery")
     with tempfile.TemporaryDirectory() as directory:
         home = (arguments.home or Path(directory)).resolve()
         home.mkdir(parents=True, exist_ok=True)
         with service(home) as url:
-            took = asyncio.run(kills(arguments.rounds, home, url))
-    numbers: dict[str, Any] = {f"recovery_{role}_s": round(statistics.median(found), 2) for role, found in took.items()}
-    numbers |= {f"recovery_{role}_worst_s": round(max(found), 2) for role, found in took.items()}
+            took = asyncio.run(hurts(how, arguments.role or ROLES, arguments.rounds, home, url))
+    numbers: dict[str, Any] = {f"{name}_{role}_s": round(statistics.median(found), 2) for role, found in took.items()}
+    numbers |= {f"{name}_{role}_worst_s": round(max(found), 2) for role, found in took.items()}
     for key, value in numbers.items():
         print(f"{key:<32} {value:>8.2f}  {AIM}")
     told = about(cast(Bench, SimpleNamespace(device="cpu", profile="exact", quick=False)))

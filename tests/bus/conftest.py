@@ -14,7 +14,7 @@ from nexus_bus.bus import Bus, Durable, EmbeddedServer
 from nexus_bus.bus.consume import Handler
 from schemas.job import JobCancel
 
-QUEUE = Durable("JOBS", "test", ("job.cancel.*",), ack_wait=1.0, max_deliver=3)
+QUEUE = Durable("JOBS", "test", ("job.cancel.*",), ack_wait=15.0, max_deliver=3)
 
 
 class Crash:

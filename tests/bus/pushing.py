@@ -59,7 +59,7 @@ async def worker(url: str, root: Path, name: str = "environment-0") -> AsyncIter
     settings, log = config.load("environment", flags={"data_root": str(root)}).value, cast(Any, structlog.get_logger())
     context = Context("environment", name, connection, settings, stop, pulse, log, "here")
     running = asyncio.create_task(environment.main(context))
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while pulse.state != "running":
             await asyncio.sleep(0.01)
     try:

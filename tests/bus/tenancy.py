@@ -21,7 +21,7 @@ async def quiet(_: Exception) -> None:
 async def raw(server: EmbeddedServer, creds: str, **options: Any) -> Raw:
     """A stock client that is cut off once."""
     client = Raw()
-    given: dict[str, Any] = {"allow_reconnect": False, "connect_timeout": 5, "error_cb": quiet} | options
+    given: dict[str, Any] = {"allow_reconnect": False, "connect_timeout": 30, "error_cb": quiet} | options
     try:
         await client.connect(server.url, user_credentials=RawCredentials(creds), **given)  # pyright: ignore
     except BaseException:
@@ -40,7 +40,7 @@ async def admitted(server: EmbeddedServer, creds: str) -> bool:
 
 
 async def ask(client: Raw, call: str = "account.show") -> dict[str, Any]:
-    answer = await client.request(call, b"{}", timeout=10, headers={"Content-Type": "application/json"})
+    answer = await client.request(call, b"{}", timeout=60, headers={"Content-Type": "application/json"})
     assert "Nexus-Error-Code" not in (answer.headers or {}), answer.data
     return msgspec.json.decode(answer.data)
 
@@ -53,6 +53,6 @@ def written(server: EmbeddedServer, text: str | bytes, name: str = "some.creds")
 
 async def refused(server: EmbeddedServer, path: Path) -> str:
     with pytest.raises(Denied) as caught:
-        await Bus.connect(server.url, creds=path, timeout=10)
+        await Bus.connect(server.url, creds=path, timeout=30)
     assert str(path) in str(caught.value)
     return str(caught.value)

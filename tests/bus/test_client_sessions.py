@@ -2,6 +2,7 @@
 
 import asyncio
 import inspect
+import re
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -78,6 +79,15 @@ async def test_actions_that_do_not_fit_are_refused_and_the_episode_goes_on(acme:
             with pytest.raises(ContractError, match=text):
                 await session.step(wrong)
         assert (await session.step(ACTIONS)).steps == 4
+        for seed, trial, text in (
+            (2**70, 0, "seed: 1180591620717411303424; expected a whole number, 0 to 2^53"),
+            (-1, 0, "seed: -1; expected"),
+            (0.5, 0, "seed: 0.5; expected"),
+            (0, -1, "trial: -1; expected"),
+        ):
+            with pytest.raises(BadMessage, match=re.escape(text)):
+                await session.reset(seed, trial)  # type: ignore[arg-type]  # as a program without types does
+        assert shown(await session.reset(np.int64(7))) == shown(await session.reset(7))  # type: ignore[arg-type]
     with pytest.raises(ContractError, match=r"action\.size: the environment has 7, the policy expects 3"):
         async with acme.session(SPEC, action=ActionSpec(size=3, low=[-1.0] * 3, high=[1.0] * 3)):
             pass
@@ -104,7 +114,7 @@ async def test_a_saved_episode_goes_on_in_another_session(acme: Client) -> None:
         assert shown(restored) == shown(before)
         assert restored.steps == 2
         assert shown(await other.step(actions)) == shown(after)
-        with pytest.raises(BadMessage, match="not a saved session"):
+        with pytest.raises(BadMessage, match=r"state: 7 bytes that are not a saved session .* give what save\(\) of the same"):
             await other.restore(b"nothing")
 
 
@@ -131,7 +141,7 @@ async def test_a_session_is_given_back_at_the_end_and_by_an_error_too(acme: Clie
 async def test_a_session_nobody_calls_ends_after_its_lease_and_one_with_a_long_lease_stays(
     acme: Client, eventually: Eventually
 ) -> None:
-    async with acme.session(SPEC, lease_s=0.2) as short, acme.session(SPEC, lease_s=3600) as long:
+    async with acme.session(SPEC, lease_s=1.0) as short, acme.session(SPEC, lease_s=3600) as long:
         await long.reset(seed=0)
 
         async def over() -> bool:

@@ -2,96 +2,29 @@
 
 import asyncio
 import os
-import shutil
-import subprocess
 from collections import defaultdict
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
 from bus_examples import example
 
 from nexus_bus.bus import Bus, Delivery, Done, Outcome, ensure_topology
-from nexus_bus.bus.authority import Authority
-from nexus_bus.bus.server import die_with_parent, find_binary
 from nexus_bus.bus.topology import BUCKETS, OBJECTS, STREAMS, training_durable
 from nexus_bus.client import Client
 from nexus_bus.errors import Denied, Unavailable
 from nexus_bus.tenants import tenants_of
 from nexus_bus.worker import Context, Pulse
 from schemas.rollout import RolloutRecord
-from tests.conftest import Eventually, free_port
+from tests.cluster import NODES, Cluster, stream, whole
+from tests.conftest import Eventually
 from workers.gateway import Gateway
 
-NODES = 3
+pytestmark = pytest.mark.timeout(300)
+
 PUBLISHERS = 8
 WHILE_DOWN = 150  # records stored while a node is dead, before it may come back
-
-CONFIG = """\
-server_name: "n{node}"
-listen: "127.0.0.1:{port}"
-log_file: "{directory}/n{node}.log"
-max_payload: 8MB
-{trust}
-jetstream {{
-  store_dir: "{directory}/n{node}"
-  max_memory_store: 1GB
-  max_file_store: 64GB
-}}
-cluster {{
-  name: "nexus"
-  listen: "127.0.0.1:{route}"
-  routes: [{routes}]
-}}
-"""
-
-
-class Cluster:
-    """Server processes that know each other."""
-
-    def __init__(self, directory: Path) -> None:
-        """Nothing starts yet."""
-        self.authority = Authority.at(Path(os.environ["NEXUS_AUTHORITY"]))
-        self._directory = directory
-        self._ports = [free_port() for _ in range(NODES)]
-        self._routes = [free_port() for _ in range(NODES)]
-        self._processes: dict[int, subprocess.Popen[bytes]] = {}
-        directory.mkdir()
-
-    def url(self, node: int) -> str:
-        """Of one node; a client learns of the others there."""
-        return f"nats://127.0.0.1:{self._ports[node]}"
-
-    def start(self, node: int) -> None:
-        """First, or again with the data it had."""
-        routes = ", ".join(f'"nats://127.0.0.1:{port}"' for port in self._routes)
-        text = CONFIG.format(
-            node=node, port=self._ports[node], route=self._routes[node], routes=routes, directory=self._directory,
-            trust=self.authority.server_config(self._directory / f"accounts-{node}"),
-        )  # fmt: skip
-        path = self._directory / f"n{node}.conf"
-        path.write_text(text)
-        self._processes[node] = subprocess.Popen(
-            [find_binary(), "-c", str(path)],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            preexec_fn=die_with_parent(),  # noqa: PLW1509 - only a system call, made ready before the fork
-        )
-
-    def kill(self, node: int) -> None:
-        """As the kernel would do it."""
-        process = self._processes.pop(node)
-        process.kill()
-        process.wait()
-
-    def end(self) -> None:
-        """All of them."""
-        for node in list(self._processes):
-            self.kill(node)
-        shutil.rmtree(self._directory)
 
 
 @pytest.fixture
@@ -116,22 +49,6 @@ async def buses(cluster: Cluster) -> AsyncIterator[list[Bus]]:
     yield buses
     for bus in buses:
         await bus.close()
-
-
-async def stream(bus: Bus, name: str = "TRAINING") -> Any:
-    """What the cluster says of a stream; None while it does not answer."""
-    try:
-        answer = msgspec.json.decode((await bus.ask(f"$JS.API.STREAM.INFO.{name}", deadline=2.0)).data)
-    except Unavailable:
-        return None
-    return None if "error" in answer else answer
-
-
-async def whole(bus: Bus) -> bool:
-    """Whether every copy of the Training Queue is there and up to date."""
-    info = await stream(bus)
-    copies = (info or {}).get("cluster", {}).get("replicas") or []
-    return len(copies) == NODES - 1 and all(copy.get("current") and not copy.get("offline") for copy in copies)
 
 
 async def test_a_dead_node_at_a_time_loses_no_record_and_stores_none_twice(
@@ -169,7 +86,7 @@ async def test_a_dead_node_at_a_time_loses_no_record_and_stores_none_twice(
     async def more(number: int) -> None:
         """So many more records, stored and learned."""
         wanted = len(stored) + number, len(learned) + number
-        await eventually(lambda: len(stored) >= wanted[0] and len(learned) >= wanted[1], within=30)
+        await eventually(lambda: len(stored) >= wanted[0] and len(learned) >= wanted[1], within=60)
 
     await more(WHILE_DOWN)
     leader = int((await stream(buses[0]))["cluster"]["leader"].removeprefix("n"))
@@ -177,11 +94,11 @@ async def test_a_dead_node_at_a_time_loses_no_record_and_stores_none_twice(
         cluster.kill(node)
         await more(WHILE_DOWN)
         cluster.start(node)
-        await eventually(lambda: whole(buses[0]), within=30)
+        await eventually(lambda: whole(buses[0]), within=60)
 
     stop.set()
     await asyncio.wait_for(asyncio.gather(*publishing), 60)
-    await eventually(lambda: len(learned) >= len(stored), within=30)
+    await eventually(lambda: len(learned) >= len(stored), within=60)
     ended.set()
     await consuming
 
@@ -192,7 +109,7 @@ async def test_a_dead_node_at_a_time_loses_no_record_and_stores_none_twice(
         info = await stream(buses[0])
         return info is not None and info["state"]["messages"] == 0
 
-    await eventually(empty, within=30)  # every acknowledgement counted
+    await eventually(empty, within=60)  # every acknowledgement counted
 
 
 async def test_what_is_sent_twice_at_once_is_stored_once_and_confirmed_twice(buses: list[Bus]) -> None:
@@ -243,13 +160,13 @@ async def test_a_tenant_is_known_to_every_node_and_a_void_key_to_none(
             return False
 
     for node in range(NODES):
-        await eventually(lambda node=node: known(node, old), within=30)
+        await eventually(lambda node=node: known(node, old), within=60)
     cluster.kill(0)
     async with tenants_of(cluster.url(1), authority) as tenants:
         new.write_text((await tenants.rotate("acme")).creds)
     cluster.start(0)  # which heard nothing of it
     for node in range(NODES):
-        await eventually(lambda node=node: known(node, new), within=30)
+        await eventually(lambda node=node: known(node, new), within=60)
 
         async def void(node: int = node) -> bool:
             try:
@@ -260,4 +177,4 @@ async def test_a_tenant_is_known_to_every_node_and_a_void_key_to_none(
                 pass
             return False
 
-        await eventually(void, within=30)
+        await eventually(void, within=60)

@@ -15,7 +15,7 @@ from nexus_bus.bus.delivery import Delivery
 from nexus_bus.errors import BadJob, BadMessage, EnvironmentFault, Unavailable
 from schemas.subjects import BY_NAME
 
-SLOW = Durable("JOBS", "test", ("job.cancel.*",), ack_wait=0.6, max_deliver=3)
+SLOW = Durable("JOBS", "test", ("job.cancel.*",), ack_wait=2.0, max_deliver=3)
 
 
 async def test_each_outcome_does_what_it_says(bus: Bus, put: Any, held: Any, consuming: Any, eventually: Any) -> None:
@@ -85,7 +85,7 @@ async def test_a_message_that_lies_about_its_tenant_is_refused(bus: Bus, put: An
     event = b'{"type":"job.phase","tenant":"other","time":"now"}'
     await put("x")
     puller = await bus.pull(SLOW)
-    (delivery,) = await puller.get(1, wait=5)
+    (delivery,) = await puller.get(1, wait=30)
     delivery.row, delivery.tokens, delivery.payload = BY_NAME["event"], {"tenant": "acme", "job": "_"}, event
     with pytest.raises(BadMessage, match="tenant is 'other', but its subject says 'acme'"):
         delivery.decode()
@@ -98,7 +98,7 @@ async def test_a_handler_longer_than_the_ack_wait_is_not_run_twice(put: Any, con
 
     async def slow(delivery: Delivery) -> Outcome:
         runs.append(delivery.num_delivered)
-        await asyncio.sleep(2.0)
+        await asyncio.sleep(2 * SLOW.ack_wait)
         finished.append(1)
         return Done()
 
@@ -134,25 +134,27 @@ async def test_concurrency_is_kept_and_nothing_is_hoarded(bus: Bus, put: Any, co
     assert most == 3
 
 
-async def test_stopping_finishes_what_runs_and_hands_back_the_rest(bus: Bus, put: Any) -> None:
-    stop, started = asyncio.Event(), asyncio.Event()
+async def test_stopping_finishes_what_runs_and_hands_back_the_rest(bus: Bus, put: Any, eventually: Any) -> None:
+    stop, short = asyncio.Event(), asyncio.Event()
+    started: list[str] = []
     finished: list[str] = []
 
     async def handler(delivery: Delivery) -> Outcome:
-        started.set()
-        await asyncio.sleep(0.5 if delivery.message.job == "short" else 60)
+        started.append(delivery.message.job)
+        await (short.wait() if delivery.message.job == "short" else asyncio.sleep(600))
         finished.append(delivery.message.job)
         return Done()
 
-    long = Durable("JOBS", "test", ("job.cancel.*",), ack_wait=30.0)
+    long = Durable("JOBS", "test", ("job.cancel.*",), ack_wait=60.0)
     await put("short", "endless")
-    loop = asyncio.create_task(bus.consume(long, handler, concurrency=2, stop=stop, grace=1.0))
-    await started.wait()
+    loop = asyncio.create_task(bus.consume(long, handler, concurrency=2, stop=stop, grace=2.0))
+    await eventually(lambda: sorted(started) == ["endless", "short"])
     stop.set()
-    await asyncio.wait_for(loop, 5)
+    short.set()  # only now: it ends in the grace
+    await asyncio.wait_for(loop, 30)
     assert finished == ["short"]
     puller = await bus.pull(long)
-    (delivery,) = await puller.get(1, wait=5)  # long before its ack_wait
+    (delivery,) = await puller.get(1, wait=20)  # before its ack_wait
     assert (delivery.message.job, delivery.num_delivered) == ("endless", 2)
     await delivery.ack()
     await puller.stop()
@@ -166,7 +168,7 @@ async def test_a_stopped_puller_hands_back_what_it_buffered(bus: Bus, put: Any, 
     await first.stop()
     second = await bus.pull(long, batch=8)
     got: set[str] = set()
-    ends = time.monotonic() + 5
+    ends = time.monotonic() + 20
     while len(got) < 8 and time.monotonic() < ends:
         for delivery in await second.get(8, wait=0.5):
             got.add(delivery.message.job)
@@ -184,7 +186,7 @@ async def main():
     async def handler(delivery):
         print("took", flush=True)
         await asyncio.sleep(600)
-    await bus.consume(Durable("JOBS", "test", ("job.cancel.*",), ack_wait=0.6), handler, stop=asyncio.Event())
+    await bus.consume(Durable("JOBS", "test", ("job.cancel.*",), ack_wait=2.0), handler, stop=asyncio.Event())
 
 asyncio.run(main())
 """
@@ -194,7 +196,7 @@ async def test_what_a_killed_worker_held_comes_again(bus: Bus, put: Any, consumi
     await put("precious")
     worker = await asyncio.create_subprocess_exec(sys.executable, "-c", WORKER, bus.url, stdout=subprocess.PIPE)
     assert worker.stdout is not None
-    assert await asyncio.wait_for(worker.stdout.readline(), 20) == b"took\n"
+    assert await asyncio.wait_for(worker.stdout.readline(), 60) == b"took\n"
     got: list[int] = []
 
     async def handler(delivery: Delivery) -> Outcome:
@@ -202,7 +204,7 @@ async def test_what_a_killed_worker_held_comes_again(bus: Bus, put: Any, consumi
         return Done()
 
     consuming(handler, SLOW)
-    await asyncio.sleep(1.5)  # twice the ack_wait: a living worker keeps what it holds
+    await asyncio.sleep(2 * SLOW.ack_wait)  # a living worker keeps what it holds
     assert got == []
     os.kill(worker.pid, signal.SIGKILL)
     await worker.communicate()
@@ -255,6 +257,6 @@ async def test_an_answer_goes_to_an_inbox_and_nowhere_else(bus: Bus, given: str,
     headers = {"Nats-Msg-Id": "one", "Nexus-Reply-To": given}
     await bus.publisher.send("job.cancel.acme", b'{"job":"pick"}', headers, 5.0)
     puller = await bus.pull(SLOW)
-    (delivery,) = await puller.get(1, wait=5.0)
+    (delivery,) = await puller.get(1, wait=30.0)
     assert delivery.inbox == taken
     await puller.stop()

@@ -22,6 +22,8 @@ from tests.conftest import Eventually
 from workers import environment
 from workers.gateway import Gateway
 
+pytestmark = pytest.mark.timeout(240)
+
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:

@@ -3,6 +3,7 @@ and nothing of it for other tenants. Master, gateway and rollout workers are rea
 """
 
 import asyncio
+import re
 from collections import Counter
 from collections.abc import AsyncIterator
 from typing import Any
@@ -12,10 +13,11 @@ import pytest
 import structlog
 from msgspec.structs import replace
 
-from nexus_bus import config
+from nexus_bus import __version__, config
 from nexus_bus.bus import Bus, Delivery, Done, EmbeddedServer, ensure_tenant, inference_durable
 from nexus_bus.client import Client
-from nexus_bus.errors import BadJob
+from nexus_bus.envs.catalog import describe
+from nexus_bus.errors import BadJob, EnvironmentFault
 from nexus_bus.tensors import encode_image, to_tensor
 from nexus_bus.worker import Context, Pulse
 from schemas.environment import Observation, SessionCall, SessionOpen, SessionOpened, SessionReply
@@ -50,6 +52,8 @@ class Stage:
         self.trials: dict[str, tuple[int, int]] = {}  # session → (trial, seed)
         self.ended: Counter[tuple[str, int]] = Counter()
         self.gate = asyncio.Event()
+        self.version = "toy-1"
+        self.crashes: set[str] = set()  # tasks whose next step is a fault
         self.held = 10**6  # episodes that may end before the gate opens
         self.stop = asyncio.Event()
         self.running: list[tuple[asyncio.Task[Any], Bus]] = []
@@ -58,7 +62,7 @@ class Stage:
         name = request.session or "s"
         self.tasks[name] = request.environment.task
         subject = f"env.session.{incoming.tokens['tenant']}.{name}"
-        return SessionOpened(session=name, subject=subject, worker="w", version="toy-1")
+        return SessionOpened(session=name, subject=subject, worker="w", version=self.version)
 
     async def call(self, request: SessionCall, incoming: Any) -> SessionReply:
         name = incoming.tokens["session"]
@@ -67,6 +71,9 @@ class Stage:
             return SessionReply(observation=SEEN, device_s=0.25)
         if request.op == "close":
             return SessionReply()
+        if (task := self.tasks[name]) in self.crashes:
+            self.crashes.remove(task)
+            raise EnvironmentFault("the simulator crashed")
         trial, seed = self.trials[name]
         if sum(self.ended.values()) >= self.held:
             await self.gate.wait()
@@ -254,16 +261,36 @@ async def test_films_are_kept_of_the_first_of_each_outcome_whoever_played_and_ar
     assert {one.film for one in await acme.episodes("dark")} == {""}
 
 
-async def test_another_simulator_than_the_protocols_ends_the_evaluation_by_its_field(
+async def test_another_simulator_than_the_protocols_is_refused_or_ends_the_evaluation_by_its_field(
     stage: Stage, acme: Client, eventually: Eventually
 ) -> None:
+    here = describe(EnvironmentSpec(id="tabletop", task="touch")).simulator
     await stage.worker("rollout", rollout)
-    await acme.submit(spec("other", simulator="toy-2"))
+    with pytest.raises(BadJob, match=re.escape(f"evaluation.simulator: asked for is 'toy-2', here is {here!r}")):
+        await acme.submit(spec("never", simulator="toy-2"))
+    await acme.submit(spec("other", simulator=here))
     state = await ended(acme, "other", eventually)
     assert state.phase == "failed"
-    assert "evaluation.simulator: asked for is 'toy-2', here is 'toy-1'" in state.reason
-    await acme.submit(spec("same", simulator="toy-1"))
+    assert f"evaluation.simulator: asked for is {here!r}, here is 'toy-1'" in state.reason
+    stage.version = here
+    await acme.submit(spec("same", simulator=here))
     assert (await ended(acme, "same", eventually)).phase == "completed"
+
+
+async def test_an_episode_that_was_played_again_after_a_fault_says_so(
+    stage: Stage, acme: Client, eventually: Eventually
+) -> None:
+    stage.crashes = {"reach"}
+    await stage.worker("rollout", rollout, concurrency=2)
+    await acme.submit(spec("score"))
+    await ended(acme, "score", eventually)
+    episodes = await acme.episodes("score")
+    assert sorted(one.attempts for one in episodes) == [1] * 9 + [2]
+    assert next(one.task for one in episodes if one.attempts == 2) == "reach"
+    assert {one.service for one in episodes} == {__version__}
+    made = await acme.report("score")
+    assert made.evaluations[0].repeated == 1
+    assert any("of 10 episodes 1 had to be handed out again" in note for note in made.notes)
 
 
 async def test_a_version_under_evaluation_keeps_its_weights(stage: Stage, acme: Client, eventually: Eventually) -> None:

@@ -10,23 +10,36 @@ import pytest
 import structlog
 
 from nexus_bus.bus import Bus, Incoming
-from nexus_bus.errors import NotFound
+from nexus_bus.errors import NotFound, Unavailable
 from nexus_bus.worker import Context, Pulse
 from schemas.control import Ack, Heartbeat, ProcessExit, ProcessOrder, WorkersKnown, WorkersQuery
 from schemas.events import Event
+from workers import health
 from workers.health import Health
+
+
+class Clock:
+    """Stands still until a test says how much time goes by: no test depends on how fast it runs."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
 
 
 class Ward:
     """A Health Manager, a host that notes what it is told to do, and the events that come of it."""
 
-    def __init__(self, bus: Bus, health: Health) -> None:
-        self.bus, self.health = bus, health
+    def __init__(self, bus: Bus, health: Health, clock: Clock) -> None:
+        self.bus, self.health, self.clock = bus, health, clock
         self.orders: list[tuple[str, float]] = []
         self.refuse: Exception | None = None
+        self.refused = 0
 
     async def order(self, order: ProcessOrder, _incoming: Incoming) -> Ack:
         if self.refuse is not None:
+            self.refused += 1
             raise self.refuse
         self.orders.append((order.worker, time.monotonic()))
         return Ack()
@@ -40,13 +53,17 @@ class Ward:
             ProcessExit(role="trainer", worker=worker, host="here", pid=pid, returncode=code, **fields), {}
         )
 
+    def later(self, seconds: float) -> None:
+        """So much time goes by for the Health Manager."""
+        self.clock.now += seconds
+
     async def told(self, kind: str = "worker.lost") -> list[Event]:
         items = self.bus.tail("event", since="all", follow=False, tenant="provider", job="*")
         return [item.message async for item in items if item.message.type == kind]
 
 
 @pytest.fixture
-async def ward(bus: Bus) -> Callable[..., Any]:
+async def ward(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """`await ward(backoff_s=0.0)`: a Health Manager by these settings."""
 
     async def open_(**settings: Any) -> Ward:
@@ -56,7 +73,9 @@ async def ward(bus: Bus) -> Callable[..., Any]:
         } | settings  # fmt: skip
         log = structlog.get_logger()
         context = Context("health", "health-0", bus, SimpleNamespace(**given), asyncio.Event(), Pulse(), log, "here")
-        ward = Ward(bus, Health(context))
+        clock = Clock()
+        monkeypatch.setattr(health, "time", clock)
+        ward = Ward(bus, Health(context), clock)
         await bus.serve("host.order", ward.order, host="here")
         await bus.serve("health.known", ward.health.known)
         return ward
@@ -78,16 +97,13 @@ async def test_a_death_is_told_with_its_cause_and_the_worker_comes_back(ward: An
 
 
 async def test_silence_and_standing_still_are_told_apart(ward: Any, eventually: Any):
-    here: Ward = await ward(wedged_s=0.2)
+    here: Ward = await ward(wedged_s=0.5)
     await here.beat("trainer-0")
-    await here.beat("trainer-1", pid=5, busy=True, progress=3)
-
-    async def lost() -> int:
+    for _ in range(6):
         await here.beat("trainer-1", pid=5, busy=True, progress=3)  # it lives, and does not move
         await here.health.look()
-        return len(here.orders) == 2
-
-    await eventually(lost)
+        here.later(0.12)
+    await eventually(lambda: len(here.orders) == 2)
     assert {event.data["worker"]: event.data["cause"] for event in await here.told()} == {
         "trainer-0": "silent",
         "trainer-1": "wedged",
@@ -99,13 +115,13 @@ async def test_who_moves_or_has_nothing_to_do_is_not_wedged(ward: Any):
     await here.beat("trainer-0", busy=False, progress=3)
     for progress in range(5):
         await here.beat("trainer-1", busy=True, progress=progress)
-        await asyncio.sleep(0.04)
+        here.later(0.04)
         await here.health.look()
     assert here.orders == []
 
 
 async def test_a_crash_loop_slows_down_ends_and_is_tried_again_later(ward: Any, eventually: Any):
-    here: Ward = await ward(backoff_s=0.05, loop_limit=3, loop_window_s=1.5)
+    here: Ward = await ward(backoff_s=0.05, loop_limit=3, loop_window_s=60.0)
     for pid in (1, 2, 3):
         await here.beat(pid=pid)
         await here.exit(pid=pid)
@@ -115,15 +131,37 @@ async def test_a_crash_loop_slows_down_ends_and_is_tried_again_later(ward: Any, 
     times = [at for _, at in here.orders]
     assert times[2] - times[1] > 0.15, "0, 0.05 and 0.15 s are waited"
     looping = [event for event in await here.told() if event.data.get("looping")]
-    assert [event.message for event in looping] == ["trainer-0 ended 3 times in 1.5 s; left alone for a while"]
+    assert [event.message for event in looping] == ["trainer-0 ended 3 times in 60 s; left alone for a while"]
     (known,) = (await here.health.known(WorkersQuery(), SimpleNamespace())).workers  # type: ignore[arg-type]
     assert (known.state, known.restarts) == ("given up", 3)
 
-    async def again() -> bool:
-        await here.health.look()
-        return len(here.orders) == 4
+    here.later(61.0)
+    await here.health.look()
+    await eventually(lambda: len(here.orders) == 4)
 
-    await eventually(again)
+
+async def test_one_that_ends_before_it_says_a_word_is_brought_back_too(ward: Any, eventually: Any):
+    here: Ward = await ward()
+    await here.beat(pid=1)
+    await here.exit(pid=1)
+    await eventually(lambda: len(here.orders) == 1)
+    await here.exit(pid=2, code=1, cause="broker")
+    await here.exit(pid=2, code=1, cause="broker")  # its host tells it until somebody brings the worker back
+    await eventually(lambda: len(here.orders) == 2)
+    assert [(event.data["pid"], event.data["cause"]) for event in await here.told()] == [(1, "code"), (2, "broker")]
+    await here.beat(pid=3)
+    assert (here.health.workers["trainer-0"].pid, len(here.orders)) == (3, 2)
+
+
+async def test_a_host_that_is_away_for_a_moment_is_told_again(ward: Any, eventually: Any):
+    here: Ward = await ward()
+    here.refuse = Unavailable("not connected yet")
+    await here.beat()
+    await here.exit()
+    await eventually(lambda: here.refused > 1)
+    here.refuse = None
+    await eventually(lambda: [name for name, _ in here.orders] == ["trainer-0"])
+    assert len(await here.told()) == 1
 
 
 async def test_one_that_crashes_again_and_again_keeps_no_other_waiting(ward: Any, eventually: Any):
@@ -143,13 +181,22 @@ async def test_who_leaves_in_good_order_is_not_missed(ward: Any):
     await here.beat("trainer-0", pid=1)  # one that was still on its way
     await here.beat("trainer-1", pid=2)
     await here.exit("trainer-1", pid=2, code=-9, ordered=True)  # it would not drain, but its end was wanted
-    await here.beat("trainer-2", pid=3)
-    await here.exit("trainer-2", pid=3, code=0)
-    await asyncio.sleep(0.05)
+    here.later(0.05)
     await here.health.look()
     assert (here.health.workers, here.orders, await here.told()) == ({}, [], [])
     await here.beat("trainer-0", pid=9)  # the next of that name is welcome
     assert list(here.health.workers) == ["trainer-0"]
+
+
+async def test_who_left_in_good_order_without_having_been_told_to_comes_back(ward: Any, eventually: Any):
+    """Somebody sent it SIGTERM, say. It drained and said that it leaves, but its host is to have as many as before."""
+    here: Ward = await ward()
+    await here.beat()
+    await here.beat(state="draining", last=True)
+    await here.exit(code=0)
+    await eventually(lambda: [worker for worker, _ in here.orders] == ["trainer-0"])
+    (lost,) = await here.told()
+    assert "its host had not told it to" in lost.message
 
 
 async def test_a_worker_that_its_host_has_stopped_is_forgotten(ward: Any, eventually: Any):
@@ -160,10 +207,13 @@ async def test_a_worker_that_its_host_has_stopped_is_forgotten(ward: Any, eventu
     await eventually(lambda: not here.health.workers)
 
 
-async def test_a_worker_without_a_host_is_lost_once_and_no_crash_loop(ward: Any, eventually: Any):
+async def test_a_worker_without_a_host_is_lost_once_and_no_crash_loop(
+    ward: Any, eventually: Any, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(health, "ORDER_S", 0.5)
     here: Ward = await ward(missed=1, beat_s=0.01, loop_limit=1)
     await here.beat("pod-a", host="elsewhere")
-    await asyncio.sleep(0.05)
+    here.later(0.05)
     await here.health.look()
     await eventually(lambda: here.health.workers["pod-a"].state == "lost")
     here.health.workers["pod-a"].again = 0.0
@@ -179,7 +229,7 @@ async def test_it_tells_whom_it_knows(ward: Any, bus: Bus):
     here: Ward = await ward()
     await here.beat("trainer-1", pid=5, busy=True, progress=3)
     await here.beat("rollout-0", role="rollout")
-    answer: WorkersKnown = await bus.request("health.known", WorkersQuery(), timeout=5)
+    answer: WorkersKnown = await bus.request("health.known", WorkersQuery(), timeout=30)
     assert [(one.worker, one.role, one.busy, one.progress) for one in answer.workers] == [
         ("rollout-0", "rollout", False, 0),
         ("trainer-1", "trainer", True, 3),

@@ -22,6 +22,8 @@ from schemas.control import Ack, Heartbeat, ProcessExit, ProcessOrder, Role, Sca
 from schemas.events import Event
 from schemas.subjects import subject
 
+pytestmark = pytest.mark.timeout(240)
+
 SLEEPS = "import time; print('up', flush=True); time.sleep(600)"
 STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
 DRAINS = """
@@ -56,11 +58,11 @@ class Running:
 
     async def order(self, worker: str, action: str = "restart", pid: int = 0) -> Ack:
         order = ProcessOrder(worker=worker, action=action, reason="a test", pid=pid)  # type: ignore[arg-type]
-        return await self.bus.request("host.order", order, timeout=10, host=self.supervisor.host)
+        return await self.bus.request("host.order", order, timeout=30, host=self.supervisor.host)
 
     async def scale(self, **counts: int) -> Scaled:
         order = ScaleOrder(counts=counts, reason="a test")  # type: ignore[arg-type]
-        return await self.bus.request("host.scale", order, timeout=10, host=self.supervisor.host)
+        return await self.bus.request("host.scale", order, timeout=30, host=self.supervisor.host)
 
     async def end(self) -> None:
         self.stop.set()
@@ -77,7 +79,7 @@ async def start(server: EmbeddedServer, bus: Bus, tmp_path: Path, eventually: An
     """`await start({"rollout": 1}, DRAINS)`: a supervisor whose workers run that code."""
     started: list[Running] = []
 
-    async def start(counts: Mapping[Role, int], code: str = SLEEPS, grace: float = 5.0, **options: Any) -> Running:
+    async def start(counts: Mapping[Role, int], code: str = SLEEPS, grace: float = 20.0, **options: Any) -> Running:
         said: list[str] = []
         exits: list[ProcessExit] = []
 
@@ -98,7 +100,7 @@ async def start(server: EmbeddedServer, bus: Bus, tmp_path: Path, eventually: An
         await bus.client.flush()
         running.task = asyncio.create_task(supervisor.run(counts, running.stop))
         names = [f"{role}-{index}" for role, count in counts.items() for index in range(count)]
-        await eventually(lambda: all(running.up(name) for name in names), within=30)
+        await eventually(lambda: all(running.up(name) for name in names), within=60)
         return running
 
     yield start
@@ -131,7 +133,7 @@ async def test_an_end_is_told_with_its_code(start: Start, eventually: Any):
     await eventually(lambda: running.exits)
     host_name = running.supervisor.host
     expected = ProcessExit(role="rollout", worker="rollout-0", host=host_name, pid=pid, returncode=-9, cause="killed")
-    assert running.exits == [expected]
+    assert running.exits[0] == expected
     assert not running.supervisor.children["rollout-0"].running  # coming back is decided elsewhere
 
 
@@ -193,18 +195,24 @@ async def test_scaling_starts_and_drains(start: Start, eventually: Any):
     pids = {name: running.pid(name) for name in ("rollout-0", "rollout-1", "trainer-0")}
     scaled = await running.scale(rollout=3)
     assert (scaled.counts["rollout"], scaled.counts["trainer"]) == (3, 1)
-    await eventually(lambda: running.up("rollout-2"), within=30)
+    await eventually(lambda: running.up("rollout-2"), within=60)
     assert {name: running.pid(name) for name in pids} == pids, "who was there stays"
     await running.scale(rollout=1, trainer=0)
-    await eventually(lambda: list(running.supervisor.children) == ["rollout-0"], within=30)
+    await eventually(lambda: list(running.supervisor.children) == ["rollout-0"], within=60)
     for name in ("rollout-1", "rollout-2", "trainer-0"):
         assert "drained" in running.log(name)
     assert gone(pids["rollout-1"])
     assert not gone(pids["rollout-0"])
-    assert {exit.worker for exit in running.exits if exit.ordered} == {"rollout-1", "rollout-2", "trainer-0"}
+    left = {"rollout-1", "rollout-2", "trainer-0"}
+    await eventually(lambda: {exit.worker for exit in running.exits if exit.ordered} == left)
     assert kept_counts(running.supervisor.home) == {"rollout": 1, "trainer": 0}
     changes = [event.message.partition(" on ")[0] for event in await events(running.bus, "worker.scaled")]
     assert sorted(changes) == ["rollout", "rollout", "trainer"]
+    asked = [item.message async for item in running.bus.tail("audit", follow=False, tenant="provider")]
+    where = f"on {running.supervisor.host}"
+    assert [one.detail for one in asked] == [f"rollout=3 {where}", f"rollout=1 trainer=0 {where}"]
+    assert {(one.action, one.key) for one in asked} == {("scale", running.bus.key)}
+    assert running.bus.key.startswith("U")
 
 
 async def test_scaling_again_while_others_still_drain_gives_as_many_as_asked(start: Start, eventually: Any):
@@ -212,7 +220,7 @@ async def test_scaling_again_while_others_still_drain_gives_as_many_as_asked(sta
     await running.scale(rollout=1)
     await running.scale(rollout=3)
     await eventually(lambda: sum(not child.stopped for child in running.supervisor.children.values()) == 3)
-    await eventually(lambda: len(running.supervisor.children) == 3, within=30)
+    await eventually(lambda: len(running.supervisor.children) == 3, within=60)
     assert all(child.running for child in running.supervisor.children.values())
 
 
@@ -222,9 +230,9 @@ async def test_more_than_a_host_runs_is_refused(start: Start):
         await running.scale(rollout=1000)
 
 
-async def test_a_host_is_found_with_what_it_runs(start: Start):
+async def test_a_host_is_found_with_what_it_runs(start: Start, eventually: Any):
     running = await start({"rollout": 2})
-    (found,) = await discover(running.bus, "host")
+    (found,) = await eventually(lambda: discover(running.bus, "host"))
     assert found.about["home"] == str(running.supervisor.home)
     assert found.data["counts"]["rollout"] == 2
 
@@ -232,7 +240,7 @@ async def test_a_host_is_found_with_what_it_runs(start: Start):
 async def test_an_end_is_told_with_the_last_words_of_its_log(start: Start, eventually: Any):
     running = await start({"rollout": 1}, "import time; print('up', flush=True); time.sleep(.5); raise MemoryError")
     await eventually(lambda: running.exits)
-    (exit,) = running.exits
+    exit = running.exits[0]
     assert (exit.returncode, exit.cause, exit.words) == (1, "memory", "MemoryError")
 
 
@@ -245,12 +253,12 @@ async def test_the_autoscaler_brings_workers_for_what_waits(start: Start, monkey
     running = await start({"rollout": 1}, DRAINS, autoscale={"rollout": Bounds(1, 2)})
     await ensure_tenant(running.bus, "acme")
     for job in "abc":
-        await running.bus.publisher.send(f"rollout.run.acme.{job}", b"{}", {"Nats-Msg-Id": job}, 5.0)
-    await eventually(lambda: running.up("rollout-1"), within=30)
+        await running.bus.publisher.send(f"rollout.run.acme.{job}", b"{}", {"Nats-Msg-Id": job}, 30.0)
+    await eventually(lambda: running.up("rollout-1"), within=60)
     await asyncio.sleep(0.5)
     assert "rollout-2" not in running.supervisor.children
     await running.bus.drop("ROLLOUT", "rollout.run.acme.*")
-    await eventually(lambda: list(running.supervisor.children) == ["rollout-0"], within=30)
+    await eventually(lambda: list(running.supervisor.children) == ["rollout-0"], within=60)
     assert kept_counts(running.supervisor.home) == {}, "only what people choose is kept"
     before, after = [event.data["after"] for event in await events(running.bus, "worker.scaled")]
     assert (before, after) == (2, 1)
@@ -280,14 +288,13 @@ def beat(worker: str, pid: int) -> Heartbeat:
     return Heartbeat(role="health", worker=worker, host="h", pid=pid, state="running", busy=False, progress=0, time=time.time())
 
 
-async def test_a_new_health_manager_hears_of_earlier_ends(start: Start, eventually: Any):
+async def test_an_end_is_told_until_somebody_acts(start: Start, eventually: Any):
     running = await start({"rollout": 1})
     os.kill(running.pid("rollout-0"), signal.SIGKILL)
-    await eventually(lambda: len(running.exits) == 1)  # nobody acted: the Health Manager was away
-    for _ in range(3):
-        await running.bus.cast("health.beat", beat("health-0", 77), role="health", worker="health-0")
-    await eventually(lambda: len(running.exits) == 2)
-    assert running.exits[0] == running.exits[1]
+    await eventually(lambda: len(running.exits) > 2)  # the Health Manager may be away, or the server between two of them
+    assert all(told == running.exits[0] for told in running.exits)
+    await running.order("rollout-0", pid=running.exits[0].pid)
+    assert running.supervisor.children["rollout-0"].ended is None
 
 
 async def test_a_large_log_is_put_aside(start: Start, monkeypatch: pytest.MonkeyPatch):
@@ -307,7 +314,7 @@ async def test_children_end_with_a_supervisor_that_is_killed(server: EmbeddedSer
     process = await asyncio.create_subprocess_exec(sys.executable, "-c", program, stdin=asyncio.subprocess.DEVNULL)
     try:
         log = tmp_path / "logs" / "rollout-0.log"
-        await eventually(lambda: log.is_file() and "up" in log.read_text(), within=30)
+        await eventually(lambda: log.is_file() and "up" in log.read_text(), within=60)
         (child,) = psutil.Process(process.pid).children()
     finally:
         process.kill()

@@ -29,6 +29,8 @@ from tests.own_worker import ARM as ARM_FOLDER
 from tests.own_worker import own_worker
 from workers.gateway import Gateway
 
+pytestmark = pytest.mark.timeout(300)
+
 ARM: dict[str, Any] = {"id": "own", "task": "default"}
 STILL, AHEAD = np.zeros((5, 2), np.float32), np.full((5, 2), 0.5, np.float32)
 
@@ -42,7 +44,7 @@ class Tenant:
     async def ask(self, name: str, **message: Any) -> dict[str, Any]:
         """The answer, or `{"code": …, "error": …}`."""
         headers = {"Content-Type": "application/json"}
-        answer = await self.client.request(name, msgspec.json.encode(message), timeout=30, headers=headers)
+        answer = await self.client.request(name, msgspec.json.encode(message), timeout=60, headers=headers)
         if code := (answer.headers or {}).get("Nexus-Error-Code"):
             return {"code": code, "error": answer.data.decode()}
         return msgspec.json.decode(answer.data)
@@ -240,4 +242,4 @@ async def test_a_worker_outlives_the_server(acme: Tenant, server: EmbeddedServer
                 await client.close()
             return "session" in found
 
-        await eventually(plays, within=30)
+        await eventually(plays, within=60)

@@ -34,6 +34,8 @@ from schemas.policy import PolicyVersion
 from tests.conftest import Eventually
 from tests.own_worker import own_worker
 
+pytestmark = pytest.mark.timeout(240)
+
 SPEC = EnvironmentSpec(id="minigrid", task="goto", options={"image_size": 32, "max_steps": 10})
 HORIZON = 4
 

@@ -66,7 +66,7 @@ async def test_a_request_that_does_not_decode_is_refused_by_name(bus: Bus) -> No
         return Ack()
 
     await bus.serve("host.order", handler, host="h1")
-    answer = await bus.client.request("host.order.h1", b'{"worker": 3}', timeout=5)
+    answer = await bus.client.request("host.order.h1", b'{"worker": 3}', timeout=30)
     assert answer.headers is not None
     assert answer.headers["Nexus-Error-Code"] == "bad_message"
     assert b"$.worker" in answer.data
@@ -174,6 +174,28 @@ async def test_a_cast_while_the_server_is_away_is_dropped(bus: Bus, crash: Any, 
     await eventually(lambda: not bus.up.is_set())
     beat = Heartbeat(role="trainer", worker="t1", host="h1", pid=1, state="running", busy=False, progress=0, time=0.0)
     await asyncio.wait_for(bus.cast("health.beat", beat, role="trainer", worker="t1"), 1)
+
+
+def fault(code: int, err_code: int, description: str) -> bytes:
+    """As the server says it."""
+    error = {"code": code, "err_code": err_code, "description": description}
+    return msgspec.json.encode({"type": "io.nats.jetstream.api.v1.stream_info_response", "error": error, "total": 0})
+
+
+async def test_what_the_server_cannot_do_for_a_moment_is_asked_again(bus: Bus) -> None:
+    """As while a cluster elects a leader."""
+    passing = [fault(503, 10008, "JetStream system temporarily unavailable"), fault(500, 10009, "cannot handle request")]
+    final = fault(404, 10059, "stream not found")
+    answers = [*passing, b'{"type":"io.nats.jetstream.api.v1.stream_info_response","total":3}', final]
+
+    async def answer(msg: Any) -> None:
+        await bus.client.publish(msg.reply, answers.pop(0) if answers else passing[0])
+
+    await bus.listen("as.the.server", answer)
+    assert msgspec.json.decode((await bus.ask("as.the.server")).data)["total"] == 3
+    assert (await bus.ask("as.the.server")).data == final
+    with pytest.raises(Unavailable, match="JetStream system temporarily unavailable"):
+        await bus.ask("as.the.server", deadline=1.0)
 
 
 async def test_subjects_cannot_be_broken_out_of(bus: Bus) -> None:

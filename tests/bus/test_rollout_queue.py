@@ -161,7 +161,7 @@ async def house(bus: Bus, server: EmbeddedServer, eventually: Eventually) -> Asy
     while made.stage.waiting:
         made.stage.let_go()
     for task, _ in made.running:
-        await asyncio.wait_for(task, 30)
+        await asyncio.wait_for(task, 60)
     for _, connection in made.running:
         await connection.close()
 
@@ -312,7 +312,7 @@ async def test_an_earlier_release_left_shared_consumers_and_nothing_of_theirs_is
         await ensure_durable(house.bus, durable)
     await house.order("acme", range(3))
     puller = await house.bus.pull(old[0], batch=1)
-    assert len(await puller.get(1, wait=5)) == 1  # in work when that release ended
+    assert len(await puller.get(1, wait=30)) == 1  # in work when that release ended
     await puller.stop()
     await ensure_topology(house.bus)
     await house.tenant("acme")

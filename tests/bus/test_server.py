@@ -16,6 +16,7 @@ from nexus_bus.bus import Bus, EmbeddedServer, ensure_topology
 from nexus_bus.bus.server import find_binary
 from nexus_bus.errors import Unavailable
 from schemas.events import Event
+from tests.conftest import free_port
 
 PARENT = """
 import sys, time
@@ -58,9 +59,9 @@ def test_a_second_server_on_a_directory_is_refused_with_the_pid_of_the_first(ser
 
 def test_a_taken_port_is_refused_with_what_to_do(tmp_path: Path) -> None:
     with socket.socket() as other:
-        other.bind(("127.0.0.1", 0))
+        port = free_port()
+        other.bind(("127.0.0.1", port))
         other.listen()
-        port = other.getsockname()[1]
         with pytest.raises(Unavailable, match=f"port {port}, kept in .* is taken by another program"):
             EmbeddedServer(tmp_path, port=port).start()
     server = EmbeddedServer(tmp_path, port=port).start()  # the lock of the failed start is not left behind
@@ -68,9 +69,7 @@ def test_a_taken_port_is_refused_with_what_to_do(tmp_path: Path) -> None:
 
 
 def test_the_server_dies_with_its_parent_and_leaves_the_directory_free(tmp_path: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     with subprocess.Popen([sys.executable, "-c", PARENT, str(tmp_path), str(port)], stdout=subprocess.PIPE) as parent:
         assert parent.stdout is not None
         pid = int(parent.stdout.readline())
@@ -79,7 +78,7 @@ def test_the_server_dies_with_its_parent_and_leaves_the_directory_free(tmp_path:
         assert leftover is not None
         assert leftover.pid == pid
         os.kill(parent.pid, signal.SIGKILL)
-    ends = time.monotonic() + 10
+    ends = time.monotonic() + 30
     while not gone(pid) or EmbeddedServer(tmp_path).running() is not None:
         assert time.monotonic() < ends
         time.sleep(0.02)

@@ -5,8 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 
 from nexus_bus.spare import Spare
+
+pytestmark = pytest.mark.timeout(240)
 
 
 async def test_a_spare_becomes_who_it_is_told_to_be(tmp_path: Path, eventually: Any):
@@ -14,14 +17,14 @@ async def test_a_spare_becomes_who_it_is_told_to_be(tmp_path: Path, eventually: 
     assert spare.take("trainer-0", ["--version"], log) is None, "nobody asked for one"
     spare.start()
     try:
-        await eventually(lambda: spare.ready)
+        await eventually(lambda: spare.ready, within=90)
         process = spare.take("trainer-0", ["--version"], log)
         assert process is not None
         assert not spare.ready
         assert await process.wait() == 0, (tmp_path / "spare.log").read_text()
         assert log.read_text().startswith("nexus, version")
         assert (tmp_path / "spare.log").read_text() == "", "what it loads, it loads in silence"
-        await eventually(lambda: spare.ready, within=30)  # the next one
+        await eventually(lambda: spare.ready, within=90)  # the next one
     finally:
         await spare.stop()
 
@@ -29,7 +32,7 @@ async def test_a_spare_becomes_who_it_is_told_to_be(tmp_path: Path, eventually: 
 async def test_a_spare_ends_with_its_host(tmp_path: Path, eventually: Any):
     spare, before = Spare(tmp_path / "spare.log", os.environ), set(psutil.Process().children())
     spare.start()
-    await eventually(lambda: spare.ready)
+    await eventually(lambda: spare.ready, within=90)
     (child,) = set(psutil.Process().children()) - before
     await spare.stop()
     assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE

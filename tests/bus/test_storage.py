@@ -105,14 +105,14 @@ async def test_following_a_log_over_a_kill_misses_nothing_and_repeats_nothing(bu
     crash.kill()
     crash.restart()
     await publish(bus, *range(100, 200))
-    await eventually(lambda: len(seen) >= 200, within=15)
+    await eventually(lambda: len(seen) >= 200, within=60)
     assert seen == list(range(200))
     following.cancel()
 
 
 async def test_an_unreadable_entry_does_not_end_a_tail(bus: Bus) -> None:
     await publish(bus, 1)
-    await bus.publisher.send("event.acme.pick", b"rubbish", {"Nats-Msg-Id": "bad"}, 5.0)
+    await bus.publisher.send("event.acme.pick", b"rubbish", {"Nats-Msg-Id": "bad"}, 30.0)
     await publish(bus, 2)
     assert [item.message.data["number"] async for item in bus.tail("event", follow=False)] == [1, 2]
 
@@ -131,6 +131,26 @@ async def test_keys_change_by_compare_and_set(bus: Bus) -> None:
     assert (entry.value, entry.revision) == (Note("c"), newer)
     with pytest.raises(BadMessage, match=r"job\.acme\.pick: .*`int`"):
         await kv.get("job.acme.pick", int)
+
+
+async def test_a_copy_that_is_behind_does_not_decide_that_there_is_nothing(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a cluster any server answers, and only the leader knows."""
+    ask, behind = bus.ask, ["once", "and again"]
+
+    async def asked(on: str, *given: Any, **how: Any) -> Any:
+        answer = await ask(on, *given, **how)
+        if "DIRECT.GET" in on and behind and behind.pop():
+            answer.headers = {"Status": "404", "Description": "Message Not Found"}
+        return answer
+
+    kv = bus.kv("registry")
+    await kv.put("job.a", 1)
+    monkeypatch.setattr(bus, "ask", asked)
+    entry = await kv.get("job.a", int)
+    assert entry is not None
+    assert entry.value == 1
+    assert behind == []
+    assert await kv.get("job.b", int) is None
 
 
 async def test_of_many_updates_of_one_revision_one_wins(bus: Bus) -> None:
@@ -210,7 +230,7 @@ async def test_a_damaged_blob_is_never_returned(bus: Bus) -> None:
     ref = await bus.blobs.put(os.urandom(3_000_000))
     stream = await bus.js.get_last_msg("OBJ_blobs", f"$O.blobs.M.{_name(ref)}")
     nuid = msgspec.json.decode(stream.data)["nuid"]
-    await bus.publisher.send(f"$O.blobs.C.{nuid}", b"more", {"Nats-Msg-Id": "forged"}, 5.0)
+    await bus.publisher.send(f"$O.blobs.C.{nuid}", b"more", {"Nats-Msg-Id": "forged"}, 30.0)
     with pytest.raises(NotFound, match="damaged"):
         await bus.blobs.get(ref)
     await bus.js.purge_stream("OBJ_blobs", subject=f"$O.blobs.C.{nuid}")
@@ -226,7 +246,7 @@ async def test_a_stored_value_that_cannot_be_read_does_not_end_a_watch(bus: Bus)
     kv = bus.kv("registry")
     await kv.put("job.acme.bad", {"text": None})
     await kv.put("job.acme.good", Note("fine"))
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         async for key, entry in kv.watch("job.", Note):
             assert (key, entry and entry.value) == ("job.acme.good", Note("fine"))
             break
@@ -238,4 +258,4 @@ async def test_content_that_finds_no_room_is_unavailable_however_many_chunks_it_
     await bus.js.update_stream(config)
     for size in (1_500_000, 5_000_000):
         with pytest.raises(Unavailable, match=r"not stored within .* is full"):
-            await bus.blobs.put(os.urandom(size), deadline=0.5)
+            await bus.blobs.put(os.urandom(size), deadline=1.0)

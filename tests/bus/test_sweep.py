@@ -37,7 +37,7 @@ async def test_the_master_removes_batches_of_ended_and_unknown_jobs_and_keeps_th
     for job in ("runs", "ended", "unknown"):
         batch = TrainingBatch(id=f"{job}/0", tenant="acme", job=job, batch=0, samples=[])
         await bus.publish("train.batch", batch, msg_id=job, tenant="acme", job=job)
-    await bus.publisher.send("train.batch.ACME.x", b"{}", {}, 5.0)
+    await bus.publisher.send("train.batch.ACME.x", b"{}", {}, 30.0)
     assert len(await bus.queued("TRAINING")) == 4
     await master(bus).sweep()
     assert await bus.queued("TRAINING") == {"train.batch.acme.runs": 1}
@@ -47,10 +47,10 @@ async def test_the_master_removes_queues_and_consumers_of_tenants_that_are_gone(
     await bus.kv("registry").put(registry.tenant_key("acme"), {})
     for tenant in ("acme", "gone"):
         await ensure_tenant(bus, tenant)
-        await bus.publisher.send(f"infer.request.{tenant}", b"{}", {}, 5.0)
+        await bus.publisher.send(f"infer.request.{tenant}", b"{}", {}, 30.0)
         for name in ("rollout.run", "env.feed", "env.prepare"):
-            await bus.publisher.send(f"{name}.{tenant}.pick", b"{}", {}, 5.0)
-    await bus.publisher.send("rollout.run.ACME.x", b"{}", {}, 5.0)
+            await bus.publisher.send(f"{name}.{tenant}.pick", b"{}", {}, 30.0)
+    await bus.publisher.send("rollout.run.ACME.x", b"{}", {}, 30.0)
     await master(bus).sweep()
     assert await bus.queued("INFERENCE") == {"infer.request.acme": 1}
     assert await bus.queued("ROLLOUT") == {f"{name}.acme.pick": 1 for name in ("rollout.run", "env.feed", "env.prepare")}

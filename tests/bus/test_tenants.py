@@ -365,7 +365,7 @@ async def test_without_a_master_nothing_is_removed_that_might_still_run(operator
     creds = (await operator.add("acme")).creds
     async with await Client.connect(server.url, creds=written(server, creds)) as client:
         with pytest.raises(Unavailable, match="no answer from a master"):
-            await client.submit(document("pick"), timeout=0.1)
+            await client.submit(document("pick"), timeout=3.0)
     with pytest.raises(BadJob, match=r"orders in the queue of acme .*is a master running"):
         await operator.remove("acme", drain_s=0.2)
     assert (await operator.find("acme")).phase == "active"

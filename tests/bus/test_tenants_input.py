@@ -35,7 +35,7 @@ async def operator(server: EmbeddedServer, gateway: Gateway) -> AsyncIterator[Te
 async def test_credentials_end_when_they_were_said_to(
     operator: Tenants, server: EmbeddedServer, eventually: Eventually
 ) -> None:
-    creds = (await operator.add("acme", expires_s=3)).creds
+    creds = (await operator.add("acme", expires_s=6)).creds
     client = await raw(server, creds)
     await eventually(lambda: client.is_closed)
     (key,) = (await operator.find("acme")).keys

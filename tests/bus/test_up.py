@@ -13,6 +13,9 @@ import psutil
 import pytest
 
 from nexus_bus.homes import running_up
+from tests.conftest import free_port
+
+pytestmark = pytest.mark.timeout(400)
 
 NOBODY = [flag for role in ("inference", "trainer", "rollout", "environment") for flag in (f"--{role}", "0")]
 Nexus = Callable[..., subprocess.CompletedProcess[str]]
@@ -27,7 +30,7 @@ def nexus(tmp_path: Path) -> Iterator[Nexus]:
     def nexus(*arguments: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             [sys.executable, "-m", "nexus_bus.cli", *arguments],
-            env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60, check=False,
+            env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=90, check=False,
         )  # fmt: skip
 
     yield nexus
@@ -36,7 +39,7 @@ def nexus(tmp_path: Path) -> Iterator[Nexus]:
 
 
 async def test_up_works_is_up_once_and_goes_down(nexus: Nexus, tmp_path: Path, eventually: Any):
-    started = nexus("up", "--detach", "--port", str(_free_port()), *NOBODY)
+    started = nexus("up", "--detach", "--port", str(free_port()), *NOBODY)
     assert started.returncode == 0, started.stderr
     home = tmp_path / "home"
     pid = running_up(home)
@@ -71,7 +74,7 @@ async def test_up_works_is_up_once_and_goes_down(nexus: Nexus, tmp_path: Path, e
     assert refused.stderr.startswith(f"nexus: {document}:3: environment.task: tabletop has no task 'lift'")
 
     os.kill(int((home / "nats" / "nats.pid").read_text()), signal.SIGKILL)
-    await eventually(lambda: nexus("jobs").stdout == "default has no jobs; `nexus submit FILE` sends one\n", within=30)
+    await eventually(lambda: nexus("jobs").stdout == "default has no jobs; `nexus submit FILE` sends one\n", within=60)
 
     family += psutil.Process(pid).children(recursive=True)
     down = nexus("down")
@@ -80,11 +83,3 @@ async def test_up_works_is_up_once_and_goes_down(nexus: Nexus, tmp_path: Path, e
     assert not (home / "url").exists()
     assert nexus("down").stdout == f"nothing runs on {home}\n"
     assert nexus("jobs", "--url", "nats://127.0.0.1:1").returncode == 1  # whoever else may listen on 4222
-
-
-def _free_port() -> int:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

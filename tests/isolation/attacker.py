@@ -22,7 +22,7 @@ from nats.errors import Error as NatsError
 from nexus_bus.bus.jwt import Key
 
 SILENCE_S = 0.3  # after which nobody is going to answer what the server did not refuse
-ANSWER_S = 20.0
+ANSWER_S = 60.0
 ERROR = "Nexus-Error-Code"
 _TOKEN = re.compile(r"BEGIN NATS USER JWT-+\s*(\S+)")
 _SEED = re.compile(r"(SU[A-Z2-7]{56})")
@@ -278,7 +278,7 @@ async def attacker(url: str, creds: str, fenced: bool) -> AsyncIterator[Attacker
         one.news.set()
 
     one.client = await nats.connect(
-        url, user_credentials=RawCredentials(creds), error_cb=complaint, allow_reconnect=False, connect_timeout=10
+        url, user_credentials=RawCredentials(creds), error_cb=complaint, allow_reconnect=False, connect_timeout=60
     )
     try:
         yield one

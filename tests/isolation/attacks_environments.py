@@ -141,7 +141,7 @@ async def answer_for_another(siege: Siege, intruder: Attacker) -> str | None:
     siege.plays += 1
     waiting = asyncio.create_task(siege.victim.pack("env.call", {"session": siege.sessions[1], "call": {"op": "save"}}))
     try:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await came.wait()
         ask, absent, evidence = robot.asks[-1], uuid.uuid4().hex, None
         for gateway in (ask["gateway"], "g-0123456789abcdef", "gateway-0", INTRUDER):

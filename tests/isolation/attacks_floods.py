@@ -211,4 +211,5 @@ async def orders_that_fill_the_registry(siege: Siege, intruder: Attacker) -> str
             return f"{name} took a reason of {len(fat)} characters"
     info = await siege.bus.ask("$JS.API.STREAM.INFO.KV_registry")
     grown = json.loads(info.data)["state"]["bytes"] - before
-    return f"the registry has grown by {grown} bytes" if grown > 0 else None
+    # Jobs of others may come to their end meanwhile, which costs some bytes.
+    return f"the registry has grown by {grown} bytes" if grown > len(fat) // 10 else None

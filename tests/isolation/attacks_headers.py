@@ -42,6 +42,11 @@ async def caller_forged(siege: Siege, intruder: Attacker) -> str | None:
     return await _signed(siege, intruder, f"NATS/1.0\r\nNats-Request-Info: {_claim(siege)}\r\n\r\n".encode())
 
 
+@attack("An order under the victim's key, by the header with which the provider says who asks.")
+async def caller_said(siege: Siege, intruder: Attacker) -> str | None:
+    return await _signed(siege, intruder, f"NATS/1.0\r\nNexus-Caller: {siege.keys[VICTIM].record.keys[0].key}\r\n\r\n".encode())
+
+
 @attack("The same in other cases, which a careless reader takes for the same.")
 async def caller_forged_in_other_cases(siege: Siege, intruder: Attacker) -> str | None:
     claim = _claim(siege)

@@ -163,7 +163,7 @@ async def asks_never_answered(siege: Siege, intruder: Attacker) -> str | None:
         wanted = [intruder.call("env.open", {"environment": OWN}) for _ in range(2)]
         wanted += [intruder.pack("env.call", {"session": session, "call": {"op": "save"}}) for _ in range(6)]
         waiting = asyncio.gather(*wanted)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while len(robot.asks) <= len(wanted):  # the first was answered
                 await asyncio.sleep(0.01)
         evidence = await _victim_opens(siege)

@@ -5,6 +5,7 @@ A session keeps what `restore` brought and `save` gives it back: what the victim
 
 import asyncio
 import json
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -12,6 +13,7 @@ import msgspec
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 
+from nexus_bus.bus.topology import OFFER_S
 from nexus_bus.envs.host import SimulatorHost
 from nexus_bus.tensors import from_tensor
 from schemas.environment import SessionCall, SessionReply
@@ -97,6 +99,7 @@ class Robot:
         """Nothing is heard until `listen`. `fields` replace those of `offer`."""
         self.client, self.offered, self.kept = client, offer(**fields), kept
         self.asks: list[Said] = []
+        self.offered_at = 0.0
         self.answer: Callable[[Said], Said | None] = self.honest
 
     def honest(self, ask: Said) -> Said:
@@ -112,8 +115,14 @@ class Robot:
 
     async def offer(self) -> None:
         """Say that it is here."""
-        answer = await self.client.request("env.offer", json.dumps(self.offered).encode(), timeout=20)
+        answer = await self.client.request("env.offer", json.dumps(self.offered).encode(), timeout=60)
         assert "Nexus-Error-Code" not in (answer.headers or {}), answer.data
+        self.offered_at = time.monotonic()
+
+    @property
+    def fading(self) -> bool:
+        """Whether its offer is over soon: what is not repeated is forgotten."""
+        return time.monotonic() - self.offered_at > OFFER_S / 2
 
     async def say(self, ask: Said, answer: Said) -> None:
         """Answer an ask."""

@@ -33,7 +33,7 @@ from tests.isolation.siege import (
     spec,
 )
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.timeout(240), pytest.mark.asyncio(loop_scope="module")]
 
 Means = Callable[[Siege, Attacker], Awaitable[object]]
 
@@ -124,7 +124,7 @@ async def _listens(siege: Siege, thief: Attacker) -> None:
 
 
 async def _reads(_siege: Siege, thief: Attacker) -> object:
-    return await thief.ask(f"$JS.API.DIRECT.GET.KV_registry.$KV.registry.job.{VICTIM}.{JOB}", within=10)
+    return await thief.ask(f"$JS.API.DIRECT.GET.KV_registry.$KV.registry.job.{VICTIM}.{JOB}", within=60)
 
 
 async def _asks_as_the_victim(_siege: Siege, thief: Attacker) -> object:
@@ -135,22 +135,22 @@ async def _pins(siege: Siege, thief: Attacker) -> None:
     await thief.send(
         f"policy.pin.{VICTIM}", json.dumps({"policy": POLICY, "pinned": False}).encode(), headers={"Nats-Msg-Id": "forged"}
     )
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while (await siege.property())["keys"] == siege.baseline["keys"]:
             await asyncio.sleep(0.01)
 
 
 async def _feeds(_siege: Siege, thief: Attacker) -> object:
-    return await thief.ask(f"train.record.{VICTIM}.{JOB}", msgspec.msgpack.encode({}), within=10)
+    return await thief.ask(f"train.record.{VICTIM}.{JOB}", msgspec.msgpack.encode({}), within=60)
 
 
 async def _takes(_siege: Siege, thief: Attacker) -> object:
-    return await thief.ask("$JS.API.STREAM.PURGE.UPLOADS", within=10)
+    return await thief.ask("$JS.API.STREAM.PURGE.UPLOADS", within=60)
 
 
 async def _plays(siege: Siege, thief: Attacker) -> object:
     for session in siege.sessions:
-        await thief.ask(f"env.session.{VICTIM}.{session}", msgspec.msgpack.encode({"op": "save"}), PACKED, within=10)
+        await thief.ask(f"env.session.{VICTIM}.{session}", msgspec.msgpack.encode({"op": "save"}), PACKED, within=60)
     siege.plays += 1
     return None
 
@@ -158,19 +158,19 @@ async def _plays(siege: Siege, thief: Attacker) -> object:
 async def _asks_the_robot(siege: Siege, thief: Attacker) -> None:
     before = len(siege.robot.asks)
     await thief.send(f"ask.{VICTIM}.call.robot", msgspec.msgpack.encode({"id": "x", "gateway": "g", "call": {"op": "save"}}))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while len(siege.robot.asks) == before:
             await asyncio.sleep(0.01)
 
 
 async def _offers(_siege: Siege, thief: Attacker) -> object:
     forged = {"environment": "own", "worker": "mine", "sessions": 1, "tasks": {}, "simulator": "mine"}
-    return await thief.ask(f"$KV.offers.{VICTIM}.own.mine", forged | {"tasks": {"door": TASK}}, within=10)
+    return await thief.ask(f"$KV.offers.{VICTIM}.own.mine", forged | {"tasks": {"door": TASK}}, within=60)
 
 
 async def _closes(siege: Siege, thief: Attacker) -> object:
     on = f"env.session.{VICTIM}.{siege.sessions[0]}"
-    return await thief.ask(on, msgspec.msgpack.encode({"op": "close"}), PACKED, within=10)
+    return await thief.ask(on, msgspec.msgpack.encode({"op": "close"}), PACKED, within=60)
 
 
 async def _makes_a_consumer(_siege: Siege, thief: Attacker) -> object:
@@ -178,7 +178,7 @@ async def _makes_a_consumer(_siege: Siege, thief: Attacker) -> object:
         "stream_name": "TRAINING",
         "config": {"durable_name": "thief", "ack_policy": "explicit", "filter_subject": "train.x"},
     }
-    return await thief.ask("$JS.API.CONSUMER.CREATE.TRAINING.thief.train.x", config, within=10)
+    return await thief.ask("$JS.API.CONSUMER.CREATE.TRAINING.thief.train.x", config, within=60)
 
 
 @pytest.mark.parametrize(

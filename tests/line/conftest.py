@@ -12,10 +12,12 @@ from pathlib import Path
 
 import pytest
 
+from nexus_bus.bus import ensure_topology
 from nexus_bus.client import Client
+from nexus_bus.serving import introduce
 from schemas.plan import TERMINAL, JobState
 
-START_S = 60.0
+START_S = 120.0
 
 
 @dataclass(frozen=True)
@@ -46,18 +48,25 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
         time.sleep(0.05)
     yield Service((home / "url").read_text().strip(), home)
     process.send_signal(signal.SIGTERM)
-    assert process.wait(60) == 0, (home / "up.log").read_text()
+    assert process.wait(100) == 0, (home / "up.log").read_text()
 
 
 @pytest.fixture
 async def client(service: Service) -> AsyncIterator[Client]:
     """A tenant's connection."""
     connected = await Client.connect(service.url, "acme")
+    await known(connected)
     yield connected
     await connected.close()
 
 
-async def ended(client: Client, job: str, within: float = 120.0) -> JobState:
+async def known(client: Client) -> None:
+    """Make its tenant one that there is, beside those whom other tests add with an account."""
+    await ensure_topology(client.bus)
+    await introduce(client.bus, client.tenant)
+
+
+async def ended(client: Client, job: str, within: float = 240.0) -> JobState:
     """Wait until a job is in a terminal phase."""
     ends = time.monotonic() + within
     while True:

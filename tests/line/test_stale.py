@@ -42,7 +42,7 @@ async def trainer(bus: Bus, server: EmbeddedServer, home: Path, name: str) -> As
     finally:
         process.send_signal(signal.SIGCONT)
         process.send_signal(signal.SIGTERM)
-        assert await asyncio.wait_for(process.wait(), 30) == 0, (home / f"{name}.log").read_text()
+        assert await asyncio.wait_for(process.wait(), 60) == 0, (home / f"{name}.log").read_text()
 
 
 async def outcome(bus: Bus, job: str) -> tuple[TrainingState, str]:

@@ -35,7 +35,7 @@ from tests.line.test_inference import TENANT, Asker
 from workers.inference import Inference
 from workers.trainer import Trainer
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(300)
 
 RUN_S = 3.0
 TOUCH = EnvironmentSpec(id="tabletop", task="touch", options={"blocks": 1})
@@ -69,9 +69,24 @@ async def seconds(bus: Bus) -> dict[str, float]:
     return sums
 
 
+@pytest.fixture
+def looked(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """When a device was asked for its idle time: up to then every second of it has an owner."""
+    times: list[float] = []
+    idle = usage.Device.idle
+
+    def noted(device: usage.Device) -> float:
+        found = idle(device)
+        times.append(time.perf_counter())
+        return found
+
+    monkeypatch.setattr(usage.Device, "idle", noted)
+    return times
+
+
 async def stopped(worker: Inference | Trainer, running: "asyncio.Task[None]") -> None:
     worker.context.stop.set()
-    await asyncio.wait_for(running, 15)
+    await asyncio.wait_for(running, 60)
 
 
 async def begun(worker: Inference | Trainer) -> "asyncio.Task[None]":
@@ -121,19 +136,21 @@ async def feed(bus: Bus, state: JobState, numbers: range, samples: int = 4) -> N
         await bus.publish("train.batch", message, msg_id=f"{tenant}/{message.id}", tenant=tenant, job=name)
 
 
-async def test_shares_of_an_inference_worker_and_its_idle_time_are_its_life(bus: Bus, backbone: Backbone) -> None:
+async def test_shares_of_an_inference_worker_and_its_idle_time_are_its_life(
+    bus: Bus, backbone: Backbone, looked: list[float]
+) -> None:
     asker = await Asker(bus, backbone).open()
     await asker.publish("pick")
     started = time.perf_counter()
     worker = Inference(context(bus, "inference", canary_every=7))
     running = await begun(worker)
     scene = 0
-    while time.perf_counter() < started + RUN_S:
+    while time.perf_counter() < started + RUN_S or scene < 16:  # enough for a canary, however slow it goes
         await asyncio.gather(*(asker.ask("pick@0", scene + i) for i in range(3)))
         scene += 2  # one of three is known already
     await stopped(worker, running)
-    whole, sums = time.perf_counter() - started, await seconds(bus)
-    assert sum(sums.values()) == pytest.approx(whole, rel=0.01)
+    whole, sums = looked[-1] - worker.compute._opened, await seconds(bus)
+    assert sum(sums.values()) == pytest.approx(whole, rel=0.03)
     assert set(sums) == {f"{TENANT}/pick", "provider/idle", "provider/loading", "provider/canary"}
     assert min(sums.values()) > 0
     assert sum(used.requests for used in await records(bus)) == len(asker.replies)
@@ -158,7 +175,7 @@ async def speaker(asker: Asker, backbone: Backbone) -> None:
     await asker.bus.kv("registry").put(registry.policy_key(TENANT, "speak", 0), version)
 
 
-async def test_answers_that_take_many_steps_are_paid_for_whole(bus: Bus, backbone: Backbone) -> None:
+async def test_answers_that_take_many_steps_are_paid_for_whole(bus: Bus, backbone: Backbone, looked: list[float]) -> None:
     asker = await Asker(bus, backbone).open()
     await speaker(asker, backbone)
     await asker.publish("pick")
@@ -168,8 +185,8 @@ async def test_answers_that_take_many_steps_are_paid_for_whole(bus: Bus, backbon
     while time.perf_counter() < started + RUN_S:
         await asyncio.gather(asker.ask("speak@0", 1), asker.ask("speak@0", 2), asker.ask("pick@0", 1))
     await stopped(worker, running)
-    whole, sums = time.perf_counter() - started, await seconds(bus)
-    assert sum(sums.values()) == pytest.approx(whole, rel=0.01)
+    whole, sums = looked[-1] - worker.compute._opened, await seconds(bus)
+    assert sum(sums.values()) == pytest.approx(whole, rel=0.03)
     assert sums[f"{TENANT}/speak"] > sums[f"{TENANT}/pick"] > 0
 
 
@@ -188,7 +205,9 @@ async def test_a_known_picture_costs_no_forward_and_a_long_prompt_more_than_a_sh
     await stopped(worker, running)
 
 
-async def test_shares_of_a_trainer_and_its_idle_time_are_its_life(bus: Bus, eventually: Eventually) -> None:
+async def test_shares_of_a_trainer_and_its_idle_time_are_its_life(
+    bus: Bus, eventually: Eventually, looked: list[float]
+) -> None:
     states = [job("pick", "acme"), job("place", "globex")]
     for state in states:
         await put(bus, state)
@@ -196,15 +215,15 @@ async def test_shares_of_a_trainer_and_its_idle_time_are_its_life(bus: Bus, even
     worker = Trainer(context(bus, "trainer", commit_every=5, canary_every=7))
     running = await begun(worker)
     number = 0
-    while time.perf_counter() < started + RUN_S:
+    while time.perf_counter() < started + RUN_S or number < 8:
         for samples, state in zip((2, 6), states, strict=True):
             await feed(bus, state, range(number, number + 1), samples)
         number += 1
         await asyncio.sleep(0.02)
-    await eventually(lambda: all(seat.learned == number for seat in worker.seats.values()))
+    await eventually(lambda: all(seat.learned == number for seat in worker.seats.values()), within=120)
     await stopped(worker, running)
-    whole, sums = time.perf_counter() - started, await seconds(bus)
-    assert sum(sums.values()) == pytest.approx(whole, rel=0.01)
+    whole, sums = looked[-1] - worker.compute._opened, await seconds(bus)
+    assert sum(sums.values()) == pytest.approx(whole, rel=0.03)
     assert set(sums) == {"acme/pick", "globex/place", "provider/idle", "provider/loading", "provider/canary"}
     assert sums["globex/place"] > sums["acme/pick"], "three times the samples"
     assert sum(used.records for used in await records(bus)) == 2 * number
@@ -257,7 +276,7 @@ async def test_requests_whose_record_was_not_stored_are_answered_again_on_the_pr
     monkeypatch.setattr(usage, "EVERY_S", 0.2)
     second = Inference(context(bus, "inference", canary_every=0))
     running = await begun(second)
-    ends = time.monotonic() + 15
+    ends = time.monotonic() + 60
     while "provider/repeated" not in await seconds(bus):
         assert time.monotonic() < ends
         await asyncio.sleep(0.1)

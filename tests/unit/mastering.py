@@ -91,7 +91,7 @@ async def allow(bus: Bus, *masters: Master, phase: str = "active", reason: str =
 
 async def looks(served: Master) -> None:
     """One look at all jobs, once it is known what was used and kept."""
-    ends = time.monotonic() + 10
+    ends = time.monotonic() + 30
     while not (await served.quotas.of(TENANT)).sure:
         assert time.monotonic() < ends
         await asyncio.sleep(0.01)

@@ -1,5 +1,6 @@
 """Who may begin, who waits at which place and for what: pure, and as the master does it."""
 
+import math
 from typing import Any
 
 import msgspec
@@ -125,10 +126,13 @@ def test_the_estimate_goes_by_what_jobs_took() -> None:
     failed = rl("failed", started="2026-11-01T00:00:00+00:00", ended="2026-11-01T09:00:00+00:00")
     own = jobs(("training", 0), ("training", 0), *[("waiting", 1)] * 3)
     found = list(verdicts(own, LIMITS).values())
-    assert {estimate(verdict, past(rl("completed"), failed), LIMITS) for verdict in found} == {0.0}
+    assert {estimate(verdict, past(rl("completed"), failed), LIMITS, {}) for verdict in found} == {0.0}
+    planned = own["a"].plan.estimates["device_s"]
+    assert planned > 0, "of the first jobs somebody has there is only the plan to go by"
+    assert [estimate(verdict, past(), LIMITS, own) for verdict in found] == [planned, planned, 2 * planned]
     took = past(rl("completed", **times), failed)
-    assert [estimate(verdict, took, LIMITS) for verdict in found] == [60.0, 60.0, 120.0]
-    assert waits(found[2], 120.0).endswith("as many as may at once; place 3 in the line, in about 2 min")
+    assert [estimate(verdict, took, LIMITS, own) for verdict in found] == [60.0, 60.0, 120.0]
+    assert waits(found[2], 120.0).endswith("may run at once; place 3 in the line, in about 2 min")
     assert waits(found[0], 60.0).endswith("place 1 in the line, in about 60 s")
     assert waits(found[0], 0.0).endswith("place 1 in the line")
 
@@ -138,7 +142,7 @@ def test_the_estimate_for_a_slot_goes_by_what_training_jobs_took() -> None:
     own = jobs(("training", 0), ("waiting", 1), ("waiting", 2))
     took = past(rl("completed", **minute), evals(rl("completed", **minute | {"ended": "2026-11-01T01:00:00+00:00"})))
     limits = Limits(jobs=9, queued=9, slots=1)
-    assert [estimate(verdict, took, limits) for verdict in verdicts(own, limits).values()] == [60.0, 120.0]
+    assert [estimate(verdict, took, limits, own) for verdict in verdicts(own, limits).values()] == [60.0, 120.0]
 
 
 def test_nobody_can_say_when_a_budget_is_raised() -> None:
@@ -146,14 +150,14 @@ def test_nobody_can_say_when_a_budget_is_raised() -> None:
     took = past(rl("completed", started="2026-11-01T00:00:00+00:00", ended="2026-11-01T00:01:00+00:00"))
     limits = Limits(jobs=9, queued=9, bars=(Bar("money", "limits.money: all is used"),))
     verdict = verdicts(own, limits)["a"]
-    assert waits(verdict, estimate(verdict, took, limits)) == "limits.money: all is used; place 1 in the line"
+    assert waits(verdict, estimate(verdict, took, limits, own)) == "limits.money: all is used; place 1 in the line"
 
 
 def test_why_a_job_may_not_run_this_moment_says_what_to_do() -> None:
     own = jobs(("training", 0), ("paused", 0))
     assert stops(own["b"], own, LIMITS) == ""
-    assert stops(own["b"], own, Limits(jobs=1, queued=1)).endswith("as many as may at once; wait, or pause one")
-    assert stops(own["b"], own, Limits(jobs=9, queued=1, slots=1)).startswith("limits.slots: 1 training jobs of yours run")
+    assert stops(own["b"], own, Limits(jobs=1, queued=1)).endswith("may run at once; wait, or pause one")
+    assert stops(own["b"], own, Limits(jobs=9, queued=1, slots=1)).startswith("limits.slots: at most 1 of your")
 
 
 @pytest.mark.parametrize("priority", [101, -101, 2**63, 0.5, "high"])
@@ -183,7 +187,7 @@ async def test_the_highest_priority_begins_next(bus: Bus) -> None:
     served = master(bus, max_jobs=1)
     for name, priority in (("a", 0), ("b", -3), ("c", 0), ("d", 7)):
         await served.submit(sft(name, priority=priority), "acme", f"s/{name}")
-    assert (await job(bus, "d")).reason.endswith("place 1 in the line"), "whoever came before it"
+    assert "place 1 in the line" in (await job(bus, "d")).reason, "whoever came before it"
     begun: list[str] = []
     while len(begun) < 4:
         at_work = [name for name in "abcd" if (await job(bus, name)).phase == "data"]
@@ -221,5 +225,6 @@ async def test_a_job_in_the_line_is_told_once(bus: Bus) -> None:
     for _ in range(3):
         await served.tick()
     said = [(event.type, event.message, event.data) for event in await events(bus, "b") if event.type == "job.queued"]
-    why = "max_jobs: 1 jobs of yours run, as many as may at once; place 1 in the line"
-    assert said == [("job.queued", why, {"place": 1, "estimate_s": 0.0, "limit": "jobs"})]
+    planned = (await job(bus, "a")).plan.estimates["device_s"]
+    why = f"max_jobs: at most 1 of your jobs may run at once; place 1 in the line, in about {math.ceil(planned)} s"
+    assert said == [("job.queued", why, {"place": 1, "estimate_s": planned, "limit": "jobs"})]

@@ -105,6 +105,8 @@ def test_a_role_is_loaded_by_the_consumers_of_all_tenants():
     assert load("environment", depths) == (9, 2)
     assert load("inference", depths) == (5, 6)
     assert load("trainer", depths) == (0, 0)
+    training = {"TRAINING": {"train-a-j1": (0, 60), "train-a-j2": (2, 7)}}
+    assert load("trainer", training, {"train-a-j1"}) == (2, 7), "what a paused job holds is work for nobody"
 
 
 async def test_the_autoscaler_scales_what_it_was_given_and_says_why():

@@ -1,5 +1,7 @@
 """Budgets of jobs, and jobs that rest: what a pause takes back and a resumption hands out, and what is said of it."""
 
+import asyncio
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -16,6 +18,7 @@ from schemas.job import JobPause, JobResume
 from schemas.plan import JobState
 from schemas.policy import TrainingState
 from schemas.rollout import EpisodeResult
+from schemas.tenant import ServiceTerms
 from tests.conftest import Eventually
 from tests.unit.mastering import decisions, job, master, rl, sft, use
 from workers.master import Master
@@ -192,3 +195,21 @@ async def test_what_is_stored_is_said_when_it_changes(bus: Bus) -> None:
         ("acme", "touch", "storage", 1050),
         ("acme", "touch", "storage", 1070),
     ]
+
+
+@pytest.mark.parametrize(("prices", "currency"), [("", ""), ('[prices]\ncurrency = "EUR"\n', "EUR")])
+async def test_a_master_says_what_holds_where_a_tenant_has_no_limit_of_its_own(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, eventually: Eventually, prices: str, currency: str
+) -> None:
+    (tmp_path / "nexus.toml").write_text(prices)
+    monkeypatch.setenv("NEXUS_CONFIG", str(tmp_path / "nexus.toml"))
+    served = master(bus, max_jobs=3, max_queued=9)
+    serving = asyncio.create_task(served.serve())
+
+    async def said() -> ServiceTerms | None:
+        entry = await bus.kv("registry").get(registry.SERVICE, ServiceTerms)
+        return entry.value if entry is not None else None
+
+    assert await eventually(said) == ServiceTerms(jobs=3, queued=9, currency=currency)
+    served.context.stop.set()
+    await serving

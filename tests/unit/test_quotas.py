@@ -46,7 +46,7 @@ async def test_limits_of_ones_own_go_before_the_services_and_count_at_the_next_l
     await allow(bus, served, jobs=2, queued=2)
     await submit(served, *(sft(name) for name in "abcde"))
     assert await phases(bus, "abcd") == ["data", "data", "waiting", "waiting"]
-    assert (await job(bus, "c")).reason.startswith("limits.jobs: 2 jobs of yours run, as many as may at once; place 1")
+    assert (await job(bus, "c")).reason.startswith("limits.jobs: at most 2 of your jobs may run at once; place 1")
     refused = (await events(bus, "e"))[-1]
     assert (refused.type, refused.message[:40]) == ("job.refused", "limits.queued: 2 jobs of yours wait alre")
     await allow(bus, served, jobs=3)
@@ -67,12 +67,13 @@ async def test_training_jobs_wait_for_a_slot_and_evaluations_pass_them(bus: Bus)
     assert await phases(bus, "abc") == ["data", "waiting", "evaluating_after"]
     state = await job(bus, "b")
     assert (state.limit, state.queued) == ("slots", 1)
-    assert state.reason == "limits.slots: 1 training jobs of yours run, as many as may at once; place 1 in the line"
+    why = "limits.slots: at most 1 of your training jobs may run at once; place 1 in the line, in about"
+    assert state.reason.startswith(why)
     await served.pausing.handle(JobPause(job="a"), "acme", "p")
     await looks(served)
     assert (await job(bus, "b")).phase == "data", "a job that rests gives its slot up"
     await served.pausing.handle(JobResume(job="a"), "acme", "r")
-    assert (await events(bus, "a"))[-1].message.startswith("limits.slots: 1 training jobs of yours run")
+    assert (await events(bus, "a"))[-1].message.startswith("limits.slots: at most 1 of your training jobs may run")
     await served.states.end("acme", "b", "cancelled", "enough")
     await served.pausing.handle(JobResume(job="a"), "acme", "r2")
     assert (await job(bus, "a")).phase == "data"
@@ -113,7 +114,7 @@ async def test_at_the_end_of_the_device_seconds_all_jobs_rest_and_more_of_them_l
     await allow(bus, served, device_s=12.0)
     await looks(served)
     assert await phases(bus, "abcde") == ["data", "evaluating_after", "data", "paused", "evaluating_after"]
-    assert (await job(bus, "d")).reason == "paused by the tenant", "whom the tenant let rest, the tenant lets go on"
+    assert (await job(bus, "d")).reason == "paused by the provider", "whom somebody let rest, somebody lets go on"
     assert (await events(bus, "b"))[-1].message == "your limits allow it again: it goes on with evaluating_after"
     assert (await bus.queued("ROLLOUT"))["rollout.run.acme.b"] == 3
     outcomes = [(entry.job, entry.outcome) for entry in await decisions(bus) if entry.action == "limit"]

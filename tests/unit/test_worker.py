@@ -30,7 +30,7 @@ async def test_a_loop_that_fails_ends_the_others_and_says_why() -> None:
 
     with pytest.raises(RuntimeError, match="this loop broke"):
         await side_by_side(serves(), fails())
-    await asyncio.wait_for(cancelled.wait(), 5)
+    await asyncio.wait_for(cancelled.wait(), 30)
 
 
 async def test_a_drained_loop_ends_the_rest_quietly() -> None:
@@ -39,7 +39,7 @@ async def test_a_drained_loop_ends_the_rest_quietly() -> None:
 
     started = asyncio.get_running_loop().time()
     await side_by_side(drains(), asyncio.sleep(600))
-    assert asyncio.get_running_loop().time() - started < 5
+    assert asyncio.get_running_loop().time() - started < 60
 
 
 async def test_the_alive_file_grows_old_while_a_worker_holds_work_and_does_not_move(tmp_path: Path, eventually: Any) -> None:

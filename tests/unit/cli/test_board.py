@@ -115,3 +115,19 @@ async def test_it_follows_the_bus_and_prints_lines_without_a_terminal(bus: Bus, 
         await eventually(lambda: refreshed("job.completed done"))
         await eventually(over)
         assert view.depths
+
+
+async def test_events_of_no_job_are_shown_too(bus: Bus, gateway: Any, eventually: Any):
+    """What happened to workers, which the provider watches."""
+    out = StringIO()
+    view = Board([Client(bus, "provider")])
+    lost = Event(type="worker.lost", tenant="provider", job="_", time=TIME, message="trainer-0 (process 1), killed")
+
+    async def refreshed() -> bool:
+        await view.refresh()
+        return "worker.lost trainer-0" in out.getvalue()
+
+    with view.live(Console(file=out, width=100)):
+        await bus.publish("event", lost, msg_id="lost", tenant="provider", job="_")
+        await eventually(refreshed)
+        await view.refresh()  # it goes on

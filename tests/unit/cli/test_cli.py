@@ -10,7 +10,7 @@ import pytest
 
 from nexus_bus.cli import COMMANDS, main
 from nexus_bus.cli.options import connect
-from nexus_bus.config import FALLBACK
+from nexus_bus.errors import Unavailable
 
 HEAVY = (
     "torch",
@@ -178,14 +178,16 @@ def test_doctor_reports_as_json(capsys: pytest.CaptureFixture[str]):
     assert code == (0 if all(check["ok"] for check in checks.values() if check["needed"]) else 1)
 
 
-def test_asking_a_server_that_was_not_started_here_is_said(
+async def test_that_no_server_was_named_is_said_where_none_answers(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.setenv("NEXUS_HOME", str(tmp_path))
     monkeypatch.delenv("NEXUS_URL", raising=False)
-    connect(FALLBACK, "acme")
-    assert f"no server was started in {tmp_path}: asking {FALLBACK}" in capsys.readouterr().err
-    connect("nats://127.0.0.1:9", "acme")
-    (tmp_path / "url").write_text(FALLBACK)
-    connect(FALLBACK, "acme")
+    monkeypatch.setattr("nexus_bus.cli.options.CONNECT_S", 0.5)
+    monkeypatch.setattr("nexus_bus.config.FALLBACK", "nats://127.0.0.1:9")
+    with pytest.raises(Unavailable, match=f"no server was started in {tmp_path}, and none was named: --url or NEXUS_URL"):
+        await connect("nats://127.0.0.1:9", "acme").__aenter__()
+    with pytest.raises(Unavailable) as caught:
+        await connect("nats://127.0.0.1:10", "acme").__aenter__()
+    assert "none was named" not in str(caught.value)
     assert capsys.readouterr().err == ""

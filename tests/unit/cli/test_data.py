@@ -59,7 +59,9 @@ def test_inspect_tells_what_a_dataset_holds(nexus: Run, tmp_path: Path) -> None:
     assert "set: LeRobot v3.0, robot so100, 10 frames a second" in out
     assert "3 episodes of 10 to 12 frames, median 11; 33 frames" in out
     assert "put the [red] cup down" in out, "a task is text, not markup"
-    assert [line.split() for line in out.splitlines() if line.startswith("front")] == [["front", "video", "16×24×3", "h264"]]
+    assert [line.split() for line in out.splitlines() if line.startswith("observation.images.")] == [
+        ["observation.images.front", "video", "16×24×3", "h264"]
+    ]
     code, out, _ = nexus("inspect", root, "--json")
     found = json.loads(out)
     assert found["tasks"] == {"put the [red] cup down": 3}
@@ -71,7 +73,12 @@ def test_inspect_tells_what_a_dataset_holds(nexus: Run, tmp_path: Path) -> None:
 
 def test_check_finds_nothing_and_exits_with_0(nexus: Run, tmp_path: Path) -> None:
     code, out, _ = nexus("check", write(tmp_path / "set"))
-    assert (code, out) == (0, "set: 3 episodes, 33 frames, 33 pictures looked at: 0 errors, 0 warnings\n")
+    assert code == 0
+    notice, total = out.splitlines()
+    assert notice.startswith(
+        "notice alignment [action] whether actions stand beside their own observations was not judged: no n"
+    )
+    assert total == "set: 3 episodes, 33 frames, 33 pictures looked at: 0 errors, 0 warnings, 1 notice"
 
 
 def test_check_says_where_and_exits_with_1(nexus: Run, tmp_path: Path) -> None:
@@ -79,12 +86,12 @@ def test_check_says_where_and_exits_with_1(nexus: Run, tmp_path: Path) -> None:
     code, out, _ = nexus("check", root)
     assert code == 1
     assert out.splitlines()[0] == f"error black [episode 1, frame 4, {FRONT}] 1 black picture"
-    assert out.splitlines()[-1].endswith("1 errors, 0 warnings")
+    assert out.splitlines()[-1].endswith("33 pictures looked at: 1 error, 0 warnings, 1 notice")
     code, out, _ = nexus("check", root, "--json")
     assert code == 1
-    assert json.loads(out)["findings"] == [
-        {"code": "black", "severity": "error", "text": "1 black picture", "key": FRONT, "episode": 1, "frame": 4}
-    ]
+    assert json.loads(out)["findings"][0] == {
+        "code": "black", "severity": "error", "text": "1 black picture", "key": FRONT, "episode": 1, "frame": 4
+    }  # fmt: skip
     assert nexus("check", root, "--pictures", 0)[0] == 0
 
 
@@ -97,7 +104,27 @@ def test_a_dataset_that_is_not_there_is_a_wrong_request(nexus: Run, tmp_path: Pa
     (tmp_path / "set/meta/info.json").write_text('{"codebase_version": "v9.9"}')
     code, out, _ = nexus("check", tmp_path / "set")
     assert code == 1
-    assert "error unreadable [] meta/info.json: codebase_version 'v9.9', this reader takes v2.0, v2.1, v3.0" in out
+    assert "error unreadable meta/info.json: codebase_version 'v9.9', this reader takes v2.0, v2.1, v3.0" in out
+
+
+def test_what_a_push_would_bring_is_checked_before_anybody_is_asked(
+    nexus: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NEXUS_URL", "nats://127.0.0.1:9")  # nobody is there
+    root = write(tmp_path / "set")
+    path = root / "meta/stats.json"
+    stats = json.loads(path.read_text())
+    stats["action"] = {name: (np.asarray(values) + 3).tolist() for name, values in stats["action"].items()}
+    path.write_text(json.dumps(stats))
+    code, _, err = nexus("push", root)
+    assert code == 2
+    wrong, refused = err.splitlines()
+    assert wrong.startswith("error statistics [action] meta states a min of [")
+    assert "(max, mean, std, q01, q10, q50, q90, q99 too); `nexus data convert` computes all anew" in wrong
+    assert "1 error, 0 warnings, 1 notice, so that it was not sent; mend it, or send it by --force" in refused
+    code, _, err = nexus("push", root, "--force")
+    assert (code, "error statistics [action]" in err) == (1, True)
+    assert "127.0.0.1:9" in err
 
 
 def test_convert_writes_a_dataset_that_checks_well(nexus: Run, tmp_path: Path) -> None:

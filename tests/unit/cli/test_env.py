@@ -54,7 +54,9 @@ def test_check_says_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_check_runs_the_conformance_of_an_environment_of_ours(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["env", "check", "minigrid", "--task", "goto-red-ball"]) == 0
-    assert "minigrid conforms" in capsys.readouterr().out
+    assert "minigrid conforms; not checked: what resets leave behind (--resets 200)\n" in capsys.readouterr().out
+    assert main(["env", "check", "minigrid", "--task", "goto-red-ball", "--resets", "20"]) == 0
+    assert capsys.readouterr().out == "minigrid conforms\n"
     assert main(["env", "check", "minigrid", "--task", "fly"]) == 2
     assert "there are goto" in capsys.readouterr().err.lower()
 
@@ -63,6 +65,26 @@ def test_the_robot_of_the_examples_conforms(capsys: pytest.CaptureFixture[str], 
     monkeypatch.chdir(ROBOT)
     assert main(["env", "check", "two_joint_arm:make_env"]) == 0
     assert "two_joint_arm:make_env conforms" in capsys.readouterr().out
+
+
+def test_check_of_one_whose_step_raises_says_where_and_shows_what_it_prints(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "stiff.py").write_text(
+        "import numpy as np\nfrom two_joint_arm import Arm\n\n\nclass Stiff(Arm):\n    def step(self, action):\n"
+        "        print('moving')\n        return np.zeros(2).reshape(3)\n\n\n"
+        "def make_env(n_envs, use_async_envs, cfg):\n    assert (n_envs, use_async_envs, cfg) == (1, False, None)\n"
+        "    return Stiff()\n"
+    )
+    monkeypatch.syspath_prepend(ROBOT)
+    monkeypatch.chdir(tmp_path)
+    assert main(["env", "check", "stiff:make_env"]) == 1
+    out, err = capsys.readouterr()
+    where = "cannot reshape array of size 2 into shape (3,) (stiff.py, line 8, in step)"
+    assert f"every step says whether it succeeded: ValueError: {where}\n" in out
+    assert f"an episode ends once, within its limit: EnvironmentFault: step: ValueError: {where}\n" in out
+    assert "other seeds give other episodes" not in out  # a rule that needs no step was looked at all the same
+    assert "moving" in err
 
 
 def test_check_of_what_cannot_be_loaded_says_why(capsys: pytest.CaptureFixture[str]) -> None:

@@ -85,6 +85,17 @@ async def test_the_same_protocol_and_policy_are_the_same_job_and_a_cancelled_one
     assert (code, said) == (0, f"{job} completed: success 0.67 [0.30, 0.90]\n")
 
 
+async def test_a_name_that_another_protocol_has_is_refused_by_its_fields(nexus: Run, protocol: Path) -> None:
+    words = ("eval", "--protocol", protocol, "--policy", "kept@0", "--name", "mine")
+    assert (await nexus(*words))[0] == 0
+    assert (await nexus(*words))[1].startswith("mine: is evaluating_after, 0 of 6")
+    rewrite(protocol, PROTOCOL.replace("max_steps = 30", "max_steps = 20\nexecute = 2\n[options]\nblocks = 2"))
+    code, _, said = await nexus(*words)
+    assert code == 2
+    assert "name: a job 'mine' exists, and it is not the one asked for: max_steps: 30 and 20; execute: 4 and 2" in said
+    assert "options.blocks: 3 and 2; choose another --name" in said
+
+
 async def test_a_policy_may_stand_in_the_protocol_and_latest_is_pinned_at_once(nexus: Run, protocol: Path) -> None:
     rewrite(protocol, PROTOCOL + 'policy = "kept@0"\n')
     code, said, _ = await nexus("eval", "--protocol", protocol, "--json")
@@ -120,7 +131,7 @@ async def test_a_report_is_a_table_json_or_files(nexus: Run, protocol: Path, bus
     job = await begun(nexus, protocol, "kept@0")
     code, _, said = await nexus("report", job)
     assert code == 2
-    assert f"no episode of '{job}' is there: it is evaluating_after" in said
+    assert f"'{job}' is evaluating, and none of 6 episodes has ended yet; `nexus watch {job}`" in said
     await play(bus, job, "kept@0", 3, episodes=4)
     code, table, _ = await nexus("report", job)
     assert code == 0
@@ -128,12 +139,13 @@ async def test_a_report_is_a_table_json_or_files(nexus: Run, protocol: Path, bus
     assert [line[:4] for line in lines[1:4]] == [
         ["kept@0", "touch", "2/2", "1.000"],
         ["kept@0", "reach", "1/2", "0.500"],
-        ["kept@0", "all", "3/4", "0.750"],
+        ["kept@0", "all,", "pooled", "3/4"],
     ]
     assert "4 of 6 episodes are there" in table
     manifest = json.loads((await nexus("report", job, "--json"))[1])
     assert manifest["evaluations"][0]["overall"]["success"] == 0.75
     assert manifest["protocol"]["tasks"] == ["touch", "reach"]
+    assert manifest["evaluations"][0]["version"]["weights"] == f"{0:064d}"
     code, said, _ = await nexus("report", job, "--out", tmp_path / "out")
     assert (code, said) == (0, f"{tmp_path}/out/report.html: 4 episodes, 0 films\n")
     assert (tmp_path / "out" / "protocol.toml").is_file()

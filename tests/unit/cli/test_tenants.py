@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from nexus_bus import registry
 from nexus_bus.bus import Bus, EmbeddedServer
 from nexus_bus.bus.authority import Authority
 from nexus_bus.bus.server import find_binary
@@ -22,7 +23,8 @@ from nexus_bus.errors import Denied
 from nexus_bus.plan import compile_plan
 from schemas.job import JobSpec
 from schemas.plan import JobState
-from schemas.tenant import TenantLimits
+from schemas.tenant import ServiceTerms, TenantLimits
+from tests.unit.mastering import keep
 
 Run = Callable[..., Awaitable[tuple[int, str, str]]]
 ROOT = Path(__file__).resolve().parents[3]
@@ -152,6 +154,67 @@ async def test_tenants_are_listed_and_shown(nexus: Run, server: EmbeddedServer, 
     assert re.search(r"^jobs +as the service ", shown, re.MULTILINE)
     assert re.search(r"^money .* \[prices\]", shown, re.MULTILINE)
     assert "globex is suspended: [red]unpaid;" in (await nexus("tenant", "show", "globex"))[1]
+
+
+async def test_a_limit_that_is_not_set_shows_what_holds_and_that_nothing_does(nexus: Run, bus: Bus) -> None:
+    await nexus("tenant", "add", "acme", "--out", "-")
+    await bus.kv("registry").put(registry.SERVICE, ServiceTerms(jobs=64, queued=2000, currency="EUR"))
+    for words in (("tenant", "show", "acme"), ("whoami", "--tenant", "acme")):
+        shown = (await nexus(*words))[1]
+        for line in (
+            r"jobs +64 \(the service's\) ",
+            r"queued +2,000 \(the service's\) ",
+            r"device_s +no limit ",
+            r"slots +no limit ",
+        ):
+            assert re.search(f"^{line}", shown, re.MULTILINE), (line, shown)
+    said = (await nexus("tenant", "limit", "acme", "jobs=none", "device_s=none"))[1]
+    assert said == "acme: jobs 64 (the service's), device_s no limit\n"
+
+
+async def test_a_limit_of_money_without_prices_is_said_to_count_for_nothing(
+    nexus: Run, bus: Bus, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("NEXUS_CONFIG", raising=False)
+    warning = (await nexus("tenant", "add", "acme", "--money", 5, "--out", "-"))[2]
+    assert "money: counts for nothing without [prices]; the settings here have none, and no master" in warning
+    (tmp_path / "nexus.toml").write_text('[prices]\ncurrency = "EUR"\n')
+    monkeypatch.setenv("NEXUS_CONFIG", str(tmp_path / "nexus.toml"))
+    assert (await nexus("tenant", "limit", "acme", "money=6"))[2] == ""
+    await bus.kv("registry").put(registry.SERVICE, ServiceTerms(jobs=64, queued=2000))
+    void = "ounts for nothing: the service has no [prices]"
+    assert void in (await nexus("tenant", "limit", "acme", "money=7"))[2], "what the master has counts"
+    assert void in (await nexus("tenant", "show", "acme"))[1]
+    assert void in (await nexus("whoami", "--tenant", "acme"))[1]
+    assert (await nexus("tenant", "limit", "acme", "jobs=7"))[2] == ""
+    assert (await nexus("tenant", "limit", "acme", "money=none"))[2] == ""
+    assert void not in (await nexus("tenant", "show", "acme"))[1]
+    await bus.kv("registry").put(registry.SERVICE, ServiceTerms(jobs=64, queued=2000, currency="EUR"))
+    assert (await nexus("tenant", "limit", "acme", "money=8"))[2] == ""
+    assert void not in (await nexus("whoami", "--tenant", "acme"))[1]
+
+
+async def test_a_key_that_has_expired_is_not_counted_among_the_good(nexus: Run, eventually: Any) -> None:
+    await nexus("tenant", "add", "acme", "--expires", "1s", "--out", "-")
+
+    async def expired() -> bool:
+        return re.search(r"^acme +active +1 +0 \(1 expired\) ", (await nexus("tenant", "list"))[1], re.MULTILINE) is not None
+
+    await eventually(expired)
+    assert "keys: 0 (1 expired), revoked: 0\n" in (await nexus("tenant", "show", "acme"))[1]
+    await nexus("tenant", "rotate", "acme", "--keep", "--out", "-")
+    assert "keys: 1 (1 expired), revoked: 0\n" in (await nexus("tenant", "show", "acme"))[1]
+
+
+async def test_versions_of_a_removed_tenant_are_said_to_be_gone_with_it(nexus: Run, bus: Bus) -> None:
+    await nexus("tenant", "add", "acme", "--out", "-")
+    await keep(bus)
+    gone = "acme was removed, and the weights of all its versions with it\n"
+    assert gone not in (await nexus("policies", "--tenant", "acme"))[1]
+    assert (await nexus("tenant", "remove", "acme", "--yes"))[0] == 0
+    shown = (await nexus("policies", "--tenant", "acme"))[1]
+    assert "kept@0" in shown
+    assert shown.endswith(gone)
 
 
 def test_every_limit_has_a_flag() -> None:

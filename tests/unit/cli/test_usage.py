@@ -93,6 +93,17 @@ async def test_a_dimension_that_is_none_is_refused_with_those_that_are(nexus: Ru
     assert (await nexus("usage", "--since", "yesterday"))[0] == 2
 
 
+async def test_a_provider_who_finds_nothing_is_told_of_whom(nexus: Run, used: None, tmp_path: Path) -> None:
+    for command in ("usage", "audit"):
+        code, _, hint = await nexus(command, "--tenant", "nobody")
+        assert (code, hint) == (0, "this is of 'nobody' alone; --tenant NAME is of another, --all of everybody\n")
+    code, said, hint = await nexus("usage", "--tenant", "nobody", "--by", "tenant,kind", "--format", "csv")
+    assert (code, len(said.splitlines())) == (0, 1)
+    assert hint.startswith("this is of 'nobody' alone")
+    assert (await nexus("usage"))[2] == ""
+    assert (await nexus("usage", "--all", "--since", "2999-01-01"))[2] == ""
+
+
 async def test_jobs_beyond_the_limit_wait_in_line_and_beyond_that_are_refused(nexus: Run, tmp_path: Path) -> None:
     assert [(await submit(nexus, tmp_path, name))[0] for name in ("a", "b", "c")] == [0, 0, 0]
     code, _, said = await submit(nexus, tmp_path, "d")
@@ -104,11 +115,12 @@ async def test_jobs_beyond_the_limit_wait_in_line_and_beyond_that_are_refused(ne
         "b": ("waiting", 1),
         "c": ("waiting", 2),
     }
-    assert jobs["c"]["reason"].startswith("max_jobs: 1 jobs of yours run, as many as may at once; place 2 in the line")
+    assert jobs["c"]["reason"].startswith("max_jobs: at most 1 of your jobs may run at once; place 2 in the line")
     await nexus("cancel", "a")
     while json.loads((await nexus("jobs", "--json"))[1])[1]["phase"] == "waiting":
         await asyncio.sleep(0.02)
-    assert "place 2 in the line; now at 1" in (await nexus("jobs"))[1]
+    while "place 1 in the line" not in (await nexus("jobs"))[1]:  # who is behind it hears of it a moment later
+        await asyncio.sleep(0.02)
 
 
 async def test_a_paused_job_gives_its_place_away_and_takes_one_again(nexus: Run, tmp_path: Path) -> None:
@@ -118,7 +130,7 @@ async def test_a_paused_job_gives_its_place_away_and_takes_one_again(nexus: Run,
     await submit(nexus, tmp_path, "b")
     code, _, said = await nexus("resume", "a")
     assert code == 2
-    assert "max_jobs: 1" in said
+    assert "max_jobs: at most 1 of your jobs" in said
     await nexus("pause", "b")
     assert (await nexus("resume", "a"))[:2] == (0, "a goes on with data\n")
     assert (await nexus("resume", "a"))[0] == 2, "it does not rest any more"

@@ -126,7 +126,7 @@ async def test_a_refused_document_may_come_again_once_it_is_right(client: Client
 async def test_without_a_master_the_job_is_queued_and_that_is_said(server: EmbeddedServer, bus: Bus, gateway: Any):
     async with await Client.connect(server.url, "acme") as client:
         with pytest.raises(Unavailable, match="'pick' is queued"):
-            await client.submit(JOB, timeout=0.3)
+            await client.submit(JOB, timeout=3.0)
     assert (await bus.js.stream_info("JOBS")).state.messages == 1
 
 

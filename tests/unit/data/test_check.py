@@ -112,7 +112,7 @@ def test_jumps_of_time_and_of_counting(tmp_path: Path) -> None:
     rewrite(root, change)
     count, jump = sorted(check(root).findings, key=lambda found: found.code)
     assert (jump.code, jump.episode, jump.frame) == ("time_jump", 2, 10)
-    assert jump.text == "time goes from 0.900 to 1.500 s, a frame takes 0.100 s; 1 jumps"
+    assert jump.text == "time goes from 0.900 to 1.500 s, a frame takes 0.100 s; 1 jump"
     assert (count.code, count.key, count.episode, count.frame) == ("counting", "frame_index", 2, 49)
 
 
@@ -167,6 +167,34 @@ def test_constant_and_sparse_dimensions(tmp_path: Path) -> None:
     assert sparse.text.startswith("observation.state[1] is 0 in 98 of 100 frames: q01 = q99")
 
 
+def test_any_float_is_looked_at_for_dimensions_that_hold_nothing(tmp_path: Path) -> None:
+    features: dict[str, dict[str, Any]] = {
+        key: {"dtype": "float32", "shape": [2], "names": None} for key in ("observation.state", "action", "observation.force")
+    } | {"next.reward": {"dtype": "float32", "shape": [1], "names": None}}
+    with DatasetWriter(tmp_path / "set", 10, features, "test") as writer:
+        for number in range(4):
+            state, action = motion(np.random.default_rng(number), 100)
+            force = np.stack([np.full(100, 2.0), np.arange(100) == 3 + 100 * number], 1).astype(np.float32)
+            reward = (np.arange(100) == 99 + 100 * number).astype(np.float32)
+            frames = {"observation.state": state, "action": action, "observation.force": force, "next.reward": reward}
+            writer.add_episode(frames, "x")
+        writer.finalize()
+    constant, sparse = check(tmp_path / "set").findings
+    assert (constant.code, constant.text) == ("constant", "observation.force[0] is 2 in every frame")
+    assert (sparse.code, sparse.text.split(":")[0]) == ("quantiles_equal", "observation.force[1] is 0 in 98 of 100 frames")
+
+
+def test_a_feature_whose_statistics_are_of_something_else_is_one_finding(tmp_path: Path) -> None:
+    root = write(tmp_path / "set")
+    path = root / "meta/stats.json"
+    stats = json.loads(path.read_text())
+    stats["action"] = {name: (np.asarray(values) * 2 + 5).tolist() for name, values in stats["action"].items()}
+    path.write_text(json.dumps(stats))
+    found = only(check(root), "statistics")
+    assert (found.severity, found.key) == ("error", "action")
+    assert "(max, mean, std, q01, q10, q50, q90, q99 too)" in found.text
+
+
 def test_statistics_that_are_missing_or_of_other_frames(tmp_path: Path) -> None:
     root = write(tmp_path / "set")
     path = root / "meta/stats.json"
@@ -194,6 +222,28 @@ def test_actions_beside_the_wrong_observation(tmp_path: Path, late: int, severit
     found = only(check(write(tmp_path / "set", **{f"episode_{n}": frames(n, late=late) for n in range(4)})), "shifted")
     assert (found.severity, found.key, found.episode) == (severity, "action", None)
     assert text in found.text
+    assert found.text.startswith("in all episodes, ")
+
+
+@pytest.mark.parametrize(("late", "text"), [(1, "one frame too late"), (-1, "one frame too early")])
+def test_a_shift_is_seen_in_a_few_short_episodes(tmp_path: Path, late: int, text: str) -> None:
+    changes = {f"episode_{n}": frames(n, late=late, length=8 + n) for n in range(4)}
+    assert text in only(check(write(tmp_path / "set", **changes)), "shifted").text
+
+
+def test_what_is_too_small_to_be_judged_is_said_to_be_so(tmp_path: Path) -> None:
+    changes = {f"episode_{n}": frames(n, late=1, length=6) for n in range(4)}
+    found = only(report := check(write(tmp_path / "set", **changes)), "alignment")
+    assert (found.severity, report.errors, found.key) == ("notice", 0, "action")
+    assert found.text == (
+        "whether actions stand beside their own observations was not judged: 16 frames have a frame before and two after them "
+        "in their episode, 20 are needed"
+    )
+
+
+def test_a_short_episode_that_is_shifted_may_be_chance_and_is_named(tmp_path: Path) -> None:
+    found = only(check(write(tmp_path / "set", episode_1=frames(1, late=1, length=20))), "shifted")
+    assert (found.severity, found.episode) == ("warning", 1)
 
 
 def test_one_episode_whose_actions_are_shifted(tmp_path: Path) -> None:
@@ -264,8 +314,19 @@ def test_a_dataset_that_does_not_open_is_a_finding_and_none_at_all_an_error(tmp_
     root = write(tmp_path / "set")
     (root / "meta/tasks.parquet").write_bytes(b"")
     assert only(check(root), "unreadable").severity == "error"
+    (root / "meta/tasks.parquet").unlink()
+    assert only(check(root), "unreadable").text == "dataset set: there is no meta/tasks.parquet"
     with pytest.raises(NotFound):
         check(tmp_path / "nothing")
+
+
+def test_a_set_without_episodes_is_empty_and_not_unreadable(tmp_path: Path) -> None:
+    root = write(tmp_path / "set")
+    info = json.loads((root / "meta/info.json").read_text()) | {"total_episodes": 0, "total_frames": 0}
+    (root / "meta/info.json").write_text(json.dumps(info))
+    (root / "meta/episodes/chunk-000/file-000.parquet").unlink()
+    found = only(check(root), "empty")
+    assert found.text == "meta/info.json: total_episodes is 0: dataset set holds no episodes; record or import some"
 
 
 def test_one_damaged_file_does_not_hide_what_is_wrong_with_others(write_v2: Callable[..., Path]) -> None:
@@ -286,7 +347,7 @@ def test_a_film_that_has_more_pictures_than_rows(write_v2: Callable[..., Path]) 
     root = write_v2("v2.1")
     films = root / "videos/chunk-000/observation.images.front"
     (films / "episode_000001.mp4").write_bytes((films / "episode_000000.mp4").read_bytes())
-    found = [one for one in check(root).findings if one.code != "statistics_missing"]
+    found = [one for one in check(root).findings if one.code not in ("statistics_missing", "alignment")]
     assert [(one.code, one.key, one.episode, one.frame) for one in found] == [("film_length", "observation.images.front", 1, 4)]
     assert "7 pictures for 4 rows" in found[0].text
 

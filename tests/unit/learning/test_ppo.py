@@ -65,7 +65,7 @@ def test_targets_are_chunk_level(make: Any):
 
 def test_the_first_minibatch_has_ratio_one_and_the_losses_of_the_formulas(backbone: Backbone, make: Any):
     contract = make.contract()
-    algorithm, slot = fresh(contract, epochs=1, minibatch=100, entropy=0.01)
+    algorithm, slot = fresh(contract, epochs=1, minibatch=100, entropy=0.01, init_log_std=-1.0)
     records = [behave(make.record(contract, i), slot, backbone) for i in range(4)]
     work = PpoWork.from_messages(records, contract)
     advantages, returns, values = work.targets(0.99, 0.95)

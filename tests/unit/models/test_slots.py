@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from nexus_bus.bounds import MARGIN
 from nexus_bus.errors import BadMessage, ContractError
 from nexus_bus.models.bases import describe_backbone
 from nexus_bus.models.checkpoint import training_state_bytes
@@ -77,6 +78,8 @@ def test_executed_actions_stay_inside_the_space_and_the_sample_does_not():
     inside = np.abs(acted.sample) < 1
     assert np.allclose(acted.actions[inside], (acted.sample * np.array([0.1, 0.5], np.float32))[inside], atol=1e-6)
     assert acted.actions.dtype == np.float32
+    assert acted.clipped == pytest.approx((np.abs(acted.sample) > 1 + 2 * MARGIN).mean())
+    assert acted.clipped > 0
 
 
 def test_the_policy_fails_closed():

@@ -9,8 +9,8 @@ from jsonschema import Draft202012Validator
 from msgspec import inspect
 
 from ops.schemas.generate import families, family_schema, structs
-from schemas.base import Document, Message
-from schemas.environment import SessionCall
+from schemas.base import Document, Image, Message, Tensor
+from schemas.environment import Observation, SessionCall, SessionReply
 from schemas.events import Event
 from schemas.inference import InferenceRequest
 from schemas.job import JobSpec, Sft
@@ -119,3 +119,14 @@ def test_a_request_is_told_by_a_short_id():
     """It becomes part of headers, which have room for 64 KB together."""
     with pytest.raises(msgspec.ValidationError, match=r"length <= 200 - at `\$\.id`"):
         msgspec.convert({"id": "i" * 100_000}, InferenceRequest)
+
+
+def test_a_reply_with_pictures_can_be_looked_at() -> None:
+    picture = Image(encoding="png", shape=(96, 96, 3), data=bytes(34_567))
+    state = Tensor(dtype="float32", shape=(1,), data=bytes(4))
+    seen = Observation(images={"front": picture}, state=state, instruction="reach")
+    assert repr(SessionReply(observation=seen, steps=3, clipped=0.5)) == (
+        "SessionReply(observation=Observation(images={'front': Image(encoding='png', shape=(96, 96, 3), data=<34,567 bytes>)}, "
+        "state=Tensor(dtype='float32', shape=(1,), data=<4 bytes>), instruction='reach'), steps=3, clipped=0.5)"
+    )
+    assert repr(SessionReply(state=bytes(10))) == "SessionReply(state=<10 bytes>)"
