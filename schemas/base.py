@@ -16,7 +16,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             value = getattr(self, field.name)
             default = field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory()
             if value != default:
-                text = f"<{len(value):,} bytes>" if isinstance(value, bytes | bytearray | memoryview) else repr(value)
+                text = f"<{len(value):,} bytes>" if isinstance(value, bytes) else repr(value)
                 shown.append(f"{field.name}={text}")
         return f"{type(self).__name__}({', '.join(shown)})"
 

@@ -93,6 +93,10 @@ class ServerApi:
         """Remove what is queued on one subject, whatever its tokens are."""
         await self.ask(f"$JS.API.STREAM.PURGE.{stream}", json.dumps({"filter": on}).encode())
 
+    async def forget(self, stream: str, seq: int) -> None:
+        """Remove one message of a log; one that is gone already is no matter."""
+        await self.ask(f"$JS.API.STREAM.MSG.DELETE.{stream}", json.dumps({"seq": seq}).encode())
+
     async def recall(self, stream: str, consumer: str) -> None:
         """Have what a consumer delivered, and nobody answered, delivered again now, instead of after its `ack_wait`.
 

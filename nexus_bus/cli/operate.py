@@ -166,7 +166,7 @@ async def dead_drop(number: int, url: str, tenant: str) -> None:
     async with connect(url, tenant) as client:
         ((seq, letter),) = await _letters(client, number)
         await _on_record(client.bus, "dead.drop", seq, letter)
-        await client.bus.js.delete_msg("DEAD", number)
+        await client.bus.forget("DEAD", number)
     click.echo(f"dropped {number}")
 
 

@@ -178,6 +178,10 @@ class Client:
         """A job's evaluations in numbers."""
         return self._wait(self._client.report(job))
 
+    def reported(self, job: str) -> tuple[Manifest, list[EvaluationEpisode]]:
+        """A report with the episodes behind it."""
+        return self._wait(self._client.reported(job))
+
     def compare(self, a: str, b: str | None = None) -> Comparison:
         """Two evaluations of one protocol."""
         return self._wait(self._client.compare(a, b))

@@ -10,7 +10,7 @@ import os
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +53,7 @@ def timed(work: Callable[[], object], clock: Clock = time.perf_counter) -> float
     return clock() - started
 
 
-def median(works: dict[str, Callable[[int], object]], rounds: int, clock: Clock = time.perf_counter) -> dict[str, float]:
+def median(works: Mapping[str, Callable[[int], object]], rounds: int, clock: Clock = time.perf_counter) -> dict[str, float]:
     """Of each, run in turns, so that whatever else the machine does meets all alike; a first round warms up."""
     spent: dict[str, list[float]] = {name: [] for name in works}
     for number in range(rounds + 1):
