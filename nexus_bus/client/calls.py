@@ -144,7 +144,7 @@ class Calls:
                 yield event
 
     async def usage(self, job: str = "", *, since: datetime | None = None) -> AsyncIterator[Usage]:
-        """What was used, in order, up to now. One of kind `sum` stands for all before it of its job; `ledger.Ledger` adds up."""
+        """What was used, in order, up to now. A `sum` stands for all before it of its job; `ledger.Ledger` adds up."""
         async for page in self._log("usage.read", job, 0, since, follow=False):
             for record in page.usage:
                 yield record
