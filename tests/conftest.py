@@ -64,6 +64,16 @@ def free_port() -> int:
             return port
 
 
+@pytest.fixture(autouse=True)
+def settings_kept() -> Iterator[None]:
+    """What a command of ours put into the environment (`--creds` does) is no other test's."""
+    before = {key: value for key, value in os.environ.items() if key.startswith("NEXUS_")}
+    yield
+    for key in [key for key in os.environ if key.startswith("NEXUS_")]:
+        del os.environ[key]
+    os.environ.update(before)
+
+
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[EmbeddedServer]:
     """A nats-server of this test alone."""
