@@ -106,8 +106,9 @@ class Bus(ServerApi):
             if opening.done():
                 opening.result()
                 return bus
-            opening.cancel()
-            await asyncio.wait({opening})
+            while not opening.done():  # one cancellation may be lost on the way, where a try ends at the same moment
+                opening.cancel()
+                await asyncio.wait({opening}, timeout=0.1)
             await bus.client.close()
             if bus.denied:
                 raise Denied(bus.denied)

@@ -159,7 +159,8 @@ class Ppo(Algorithm[PpoWork]):
             for rows in order.split(spec.minibatch):
                 features = yield Features(rows=rows)
                 loss, metrics = self._loss(module, batch, features, rows.to(slot.device), warming)
-                if spec.target_kl is not None and not warming and metrics["kl"] > spec.target_kl:
+                # Before the first step nothing has moved: a distance then is the records' own fault, and the loss tells it.
+                if spec.target_kl is not None and steps and not warming and metrics["kl"] > spec.target_kl:
                     stopped = True
                     break
                 metrics["grad_norm"] = yield Descend(loss, spec.grad_clip, rates)

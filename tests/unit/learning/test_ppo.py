@@ -216,7 +216,9 @@ def test_records_that_do_not_fit_are_refused_by_field(make: Any):
 def test_it_improves_a_one_step_task(backbone: Backbone, make: Any):
     """Reward is nearness to a target that depends on the state: only a policy that learned earns it."""
     contract = make.contract(horizon=1, size=1, state_size=1)
-    algorithm, slot = fresh(contract, learning_rate=3e-4, value_learning_rate=3e-3, minibatch=32, updates=20, target_kl=0.2)
+    algorithm, slot = fresh(
+        contract, learning_rate=3e-4, value_learning_rate=3e-3, minibatch=32, updates=20, target_kl=0.2, init_log_std=-1.0
+    )  # fmt: skip
     cache = FeatureCache()
     sight = make.observation(contract, 0)
 
