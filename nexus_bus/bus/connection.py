@@ -108,7 +108,7 @@ class Bus(ServerApi):
                 return bus
             while not opening.done():  # one cancellation may be lost on the way, where a try ends at the same moment
                 opening.cancel()
-                await asyncio.wait({opening}, timeout=0.1)
+                await asyncio.wait({opening}, timeout=1.0)
             await bus.client.close()
             if bus.denied:
                 raise Denied(bus.denied)

