@@ -127,6 +127,6 @@ async def test_a_connection_is_given_up_even_if_its_cancellation_is_lost_on_the_
             await asyncio.sleep(600)
         await asyncio.sleep(600)
 
-    monkeypatch.setattr(GuardedClient, "connect", connect)
+    monkeypatch.setattr(GuardedClient, "_select_next_server", connect)
     with pytest.raises(Unavailable, match="no NATS server"):
         await asyncio.wait_for(Bus.connect("nats://127.0.0.1:1", name="test", creds="none", timeout=0.1), 60)
