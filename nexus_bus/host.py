@@ -29,7 +29,7 @@ from nexus_bus.homes import held, keep_counts
 from nexus_bus.spare import ROLES as HEAVY
 from nexus_bus.spare import Spare
 from nexus_bus.tenants import tenants_of
-from nexus_bus.usage import PROVIDER
+from schemas.base import PROVIDER
 from schemas.control import Ack, Heartbeat, ProcessExit, ProcessOrder, Role, Scaled, ScaleOrder
 from schemas.events import Event, EventType
 from schemas.subjects import subject

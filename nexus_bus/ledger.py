@@ -10,10 +10,10 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from nexus_bus.pricing import Prices
+from schemas.base import PROVIDER
 from schemas.usage import Usage, UsagePart
 
 SUMS = ("device_s", "session_s", "simulator_s", "requests", "records", "steps", "group_sum", "stored_gb_day")
-PROVIDER = "provider"
 GAUGE = timedelta(hours=25)  # a gauge is repeated daily: so far before a time one looks for what it was then
 HOUR, DAY = timedelta(hours=1), timedelta(days=1)
 

@@ -22,8 +22,8 @@ from nexus_bus import registry
 from nexus_bus.bus import Bus, topology, training_durable
 from nexus_bus.errors import Unavailable
 from nexus_bus.registry import tenant_of
-from nexus_bus.usage import PROVIDER
 from nexus_bus.worker import side_by_side
+from schemas.base import PROVIDER
 from schemas.control import Heartbeat, Role
 from schemas.plan import JobState, Phase
 from schemas.subjects import parse

@@ -16,7 +16,8 @@ from nexus_bus.fair import gives_way, in_turns
 from nexus_bus.leases import Leases
 from nexus_bus.seat import Seat
 from nexus_bus.usage import Device, Tally
-from nexus_bus.worker import PROVIDER, Context
+from nexus_bus.worker import Context
+from schemas.base import PROVIDER
 from schemas.control import JobReport
 from schemas.plan import TERMINAL, JobState
 

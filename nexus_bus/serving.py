@@ -15,7 +15,8 @@ from nexus_bus.bus import Bus, Durable, Puller, Rounds, ensure_durable, ensure_t
 from nexus_bus.bus.consume import Handler, Loop, OnBad
 from nexus_bus.bus.pull import OnDead
 from nexus_bus.errors import NotFound
-from nexus_bus.worker import PROVIDER, side_by_side
+from nexus_bus.worker import side_by_side
+from schemas.base import PROVIDER
 from schemas.tenant import TenantLimits, TenantRecord
 
 AHEAD = 2  # messages at hand beyond those in work: a tenant that waits must be seen to wait, or it counts as idle

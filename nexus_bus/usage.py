@@ -17,6 +17,7 @@ from typing import Literal, ParamSpec, TypeVar
 from nexus_bus.bus import Bus, Delivery
 from nexus_bus.clock import now
 from nexus_bus.errors import Unavailable
+from schemas.base import PROVIDER
 from schemas.usage import Usage
 
 T = TypeVar("T")
@@ -24,7 +25,6 @@ P = ParamSpec("P")
 
 EVERY_S = 1.0
 MANY = 256  # answers that wait for their record: it is published at once then
-PROVIDER = "provider"  # the tenant of what nobody's job asked for
 
 
 @dataclass

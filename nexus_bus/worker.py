@@ -21,11 +21,11 @@ from nexus_bus import config, faults, logs, memory, telemetry
 from nexus_bus.bus import Bus, Card, Presence, ensure_topology
 from nexus_bus.clock import now
 from nexus_bus.errors import Denied
+from schemas.base import PROVIDER
 from schemas.control import Heartbeat, Role
 from schemas.events import Event, EventType
 from schemas.subjects import TABLE
 
-PROVIDER = "provider"  # the tenant of events that belong to nobody else
 GRACE_S = 8.0  # SIGTERM to the end; the supervisor kills later than that
 
 

@@ -27,6 +27,7 @@ class Document(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, fo
 
 END = r"$(?!\n)"  # in Python `$` alone lets a final newline through, which would end a subject; published as plain `$`
 PUBLIC = "public"  # no tenant's name: below it lies what every tenant may read
+PROVIDER = "provider"  # nor is this: whose are events of nobody's job, and device time that none asked for
 NAME_PATTERN = r"^[a-z0-9][a-z0-9_-]{0,62}" + END
 
 Name = Annotated[str, Meta(pattern=NAME_PATTERN, description="A tenant, job or worker: one token of a subject.")]

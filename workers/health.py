@@ -16,7 +16,8 @@ from nexus_bus import worker
 from nexus_bus.bus import Incoming
 from nexus_bus.errors import NexusError, NotFound
 from nexus_bus.failures import ending
-from nexus_bus.worker import PROVIDER, Context
+from nexus_bus.worker import Context
+from schemas.base import PROVIDER
 from schemas.control import Cause, Heartbeat, Known, ProcessExit, ProcessOrder, Role, WorkersKnown, WorkersQuery
 
 ROLE: Role = "health"

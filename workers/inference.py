@@ -24,7 +24,8 @@ from nexus_bus.pace import Pace
 from nexus_bus.serving import Serving
 from nexus_bus.tensors import to_tensor
 from nexus_bus.usage import Device, Tally
-from nexus_bus.worker import PROVIDER, Context
+from nexus_bus.worker import Context
+from schemas.base import PROVIDER
 from schemas.control import Role
 from schemas.inference import InferenceReply, InferenceRequest
 from schemas.policy import PolicyVersion

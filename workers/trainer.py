@@ -25,7 +25,8 @@ from nexus_bus.pace import Pace
 from nexus_bus.seat import Seat
 from nexus_bus.seating import TICK_S, Seating, report_failed
 from nexus_bus.usage import Device, Tally
-from nexus_bus.worker import PROVIDER, Context
+from nexus_bus.worker import Context
+from schemas.base import PROVIDER
 from schemas.control import Role
 
 if TYPE_CHECKING:

@@ -135,11 +135,11 @@ async def _on_record(bus: Any, action: str, number: int, letter: Any) -> None:
     """Note who decides about a dead letter, before it is done: in the log of whom it belongs to, where its subject says so."""
     from nexus_bus.audit import audit
     from nexus_bus.bus.dead import belongs
-    from nexus_bus.ledger import PROVIDER
+    from schemas.base import PROVIDER
 
     tenant, job = belongs(letter)
     detail = f"dead letter {number}, {letter.subject}: {letter.reason}"
-    await audit(bus, tenant or PROVIDER, action, job, "ok", detail, key=uuid.uuid4().hex, caller=bus.key)
+    await audit(bus, tenant or PROVIDER, action, job, "asked", detail, key=uuid.uuid4().hex, caller=bus.key)
 
 
 @dead_command.command("retry")

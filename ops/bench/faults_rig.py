@@ -26,6 +26,7 @@ from nexus_bus.bus import Bus, Delivery, EmbeddedServer, training_durable
 from nexus_bus.client import Client
 from nexus_bus.errors import NexusError, Unavailable
 from nexus_bus.host import Supervisor
+from nexus_bus.ledger import Ledger
 from ops.bench.faults_proxy import Proxy
 from schemas.control import Heartbeat, Role
 from schemas.job import DataSpec, EnvironmentSpec, ExpertSpec, HeadSpec, JobSpec, Ppo, Sft
@@ -100,16 +101,18 @@ async def outcome(bus: Bus, tenant: str, spec: JobSpec) -> Outcome:
     trained = await kv.get(registry.state_key(tenant, job), TrainingState)
     assert entry is not None
     versions = (await kv.entries(registry.policies_prefix(tenant, job), PolicyVersion)).values()
-    used = [item.message async for item in bus.tail("usage", follow=False, tenant=tenant, job=job)]
-    training = [record for record in used if record.kind == "training"]
+    ledger = Ledger(("kind",))
+    async for item in bus.tail("usage", follow=False, tenant=tenant, job=job):
+        ledger.take(item.message)
+    training = [row for row in ledger.rows() if row["kind"] == "training"]
     return Outcome(
         phase=entry.value.phase,
         reason=entry.value.reason,
         expected=size(spec),
         learned=trained.value.records if trained else 0,
         dead=len(trained.value.dead) if trained else 0,
-        used_records=sum(record.records for record in training),
-        used_steps=sum(record.steps for record in training),
+        used_records=sum(row["records"] for row in training),
+        used_steps=sum(row["steps"] for row in training),
         weights=tuple(v.value.weights.sha256 for v in sorted(versions, key=lambda v: v.value.n)),
         state=_digest(await bus.blobs.get(trained.value.state)) if trained else "",
     )

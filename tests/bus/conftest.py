@@ -5,14 +5,19 @@ import os
 import signal
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from pushing import tenant, worker
 
 from nexus_bus.bus import Bus, Durable, EmbeddedServer
 from nexus_bus.bus.consume import Handler
+from nexus_bus.client import Client
 from schemas.job import JobCancel
+from workers import environment
+from workers.gateway import Gateway
 
 QUEUE = Durable("JOBS", "test", ("job.cancel.*",), ack_wait=15.0, max_deliver=3)
 
@@ -90,3 +95,26 @@ async def consuming(bus: Bus) -> AsyncIterator[Callable[..., asyncio.Task[None]]
     yield start
     stop.set()
     await asyncio.gather(*tasks)
+
+
+# A tenant who brings datasets, and a worker that keeps them
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """Where environment workers keep datasets."""
+    return tmp_path / "datasets"
+
+
+@pytest.fixture
+async def acme(server: EmbeddedServer, gateway: Gateway) -> AsyncIterator[Client]:
+    """A tenant with an account, through the gateway."""
+    async with tenant(server) as client:
+        yield client
+
+
+@pytest.fixture
+async def served(server: EmbeddedServer, root: Path) -> AsyncIterator[environment.Environment]:
+    """An environment worker of this process."""
+    async with worker(server.url, root) as serving:
+        yield serving

@@ -34,13 +34,16 @@ async def phase(bus: Bus, job: str) -> tuple[str, str]:
     return entry.value["phase"], entry.value.get("reason", "")
 
 
-async def test_a_job_that_cannot_be_read_does_not_keep_the_others_waiting(bus: Bus) -> None:
+async def test_a_job_that_cannot_be_read_does_not_keep_the_others_waiting(bus: Bus, eventually: Any) -> None:
     master = Master(context(bus, "master"))
     await bus.kv("registry").put("job.acme.broken", {"plan": None})
     await submitted(master, "late", wall_s=1.0)
-    await asyncio.sleep(1.1)
-    await master.tick()
-    assert (await phase(bus, "late"))[0] == "failed"
+
+    async def failed() -> bool:
+        await master.tick()
+        return (await phase(bus, "late"))[0] == "failed"
+
+    await eventually(failed)
 
 
 async def test_a_report_that_is_lost_fails_its_job_by_name(bus: Bus, consuming: Any, eventually: Any) -> None:

@@ -2,12 +2,11 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from pushing import make, tenant, worker
+from pushing import make, worker
 
 from nexus_bus.bus import Bus, EmbeddedServer
 from nexus_bus.cli import main
@@ -18,7 +17,6 @@ from schemas.base import Tensor
 from schemas.environment import Observation, OwnFound, OwnOffer, OwnTask
 from schemas.inference import InferenceReply, InferenceRequest
 from schemas.policy import ActionSpec, ObservationSpec
-from workers.gateway import Gateway
 
 TASK = OwnTask(
     action=ActionSpec(size=2, low=[-1.0, -1.0], high=[1.0, 1.0]),
@@ -31,12 +29,6 @@ TASK = OwnTask(
 async def offer(bus: Bus, who: str, name: str, by: str, sessions: int = 1) -> None:
     said = OwnOffer(environment=name, worker=by, sessions=sessions, tasks={"door": TASK}, simulator="arm 1")
     await bus.kv("offers").put(offer_key(who, name, by), said)
-
-
-@pytest.fixture
-async def acme(server: EmbeddedServer, gateway: Gateway) -> AsyncIterator[Client]:
-    async with tenant(server) as client:
-        yield client
 
 
 async def test_the_catalogue_of_a_tenant_has_its_own_environments_and_datasets(

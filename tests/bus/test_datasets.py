@@ -7,14 +7,13 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncIterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-from pushing import LENGTH, Sending, content, make, process, tenant, worker
+from pushing import LENGTH, Sending, content, make, process, worker
 
 from nexus_bus import registry, uploads
 from nexus_bus.bus import Bus, EmbeddedServer
@@ -27,27 +26,8 @@ from schemas.job import ExpertSpec, JobSpec
 from schemas.plan import JobState
 from tests.conftest import Eventually
 from workers import environment
-from workers.gateway import Gateway
 
 pytestmark = pytest.mark.timeout(240)
-
-
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    """Where the workers keep datasets."""
-    return tmp_path / "datasets"
-
-
-@pytest.fixture
-async def acme(server: EmbeddedServer, gateway: Gateway) -> AsyncIterator[Client]:
-    async with tenant(server) as client:
-        yield client
-
-
-@pytest.fixture
-async def served(server: EmbeddedServer, root: Path) -> AsyncIterator[environment.Environment]:
-    async with worker(server.url, root) as serving:
-        yield serving
 
 
 # The way there

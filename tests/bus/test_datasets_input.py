@@ -5,12 +5,12 @@ import os
 import shutil
 import subprocess
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from pushing import DATA, Sending, content, make, process, tenant, worker
+from pushing import DATA, Sending, content, make, process, tenant
 
 from nexus_bus import uploads
 from nexus_bus.bus import Bus, EmbeddedServer
@@ -20,27 +20,8 @@ from nexus_bus.tenants import tenants_of
 from schemas.dataset import DatasetBegin, DatasetCommit, DatasetFile, DatasetPut
 from tests.conftest import Eventually
 from workers import environment
-from workers.gateway import Gateway
 
 pytestmark = pytest.mark.timeout(240)
-
-
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    """Where the workers keep datasets."""
-    return tmp_path / "datasets"
-
-
-@pytest.fixture
-async def acme(server: EmbeddedServer, gateway: Gateway) -> AsyncIterator[Client]:
-    async with tenant(server) as client:
-        yield client
-
-
-@pytest.fixture
-async def served(server: EmbeddedServer, root: Path) -> AsyncIterator[environment.Environment]:
-    async with worker(server.url, root) as serving:
-        yield serving
 
 
 # Bad input

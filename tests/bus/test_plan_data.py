@@ -1,12 +1,11 @@
 """A dataset that is not there, or does not fit a job, is said when the job is sent; what is not known is not said."""
 
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-from pushing import FEATURES, make, tenant, worker
+from pushing import FEATURES, make, worker
 
 from nexus_bus import registry
 from nexus_bus.bus import Bus, Card, EmbeddedServer, Presence
@@ -22,28 +21,9 @@ from schemas.job import EnvironmentSpec, JobSpec
 from schemas.plan import JobState
 from schemas.policy import ActionSpec, ObservationSpec
 from workers import environment
-from workers.gateway import Gateway
 
 ACTION = ActionSpec(size=2, low=[-1.0, -1.0], high=[1.0, 1.0])
 SEEN = ObservationSpec(cameras={"top": (8, 8, 3)}, state_size=2)
-
-
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    """Where the worker keeps datasets."""
-    return tmp_path / "datasets"
-
-
-@pytest.fixture
-async def acme(server: EmbeddedServer, gateway: Gateway) -> AsyncIterator[Client]:
-    async with tenant(server) as client:
-        yield client
-
-
-@pytest.fixture
-async def served(server: EmbeddedServer, root: Path) -> AsyncIterator[environment.Environment]:
-    async with worker(server.url, root) as serving:
-        yield serving
 
 
 def job(name: str, dataset: str, where: str = "own-arm", **more: Any) -> JobSpec:

@@ -24,7 +24,8 @@ from nexus_bus.models.contract import build_contract
 from nexus_bus.models.features import Look, VLAFeature
 from nexus_bus.models.slots import build_module
 from nexus_bus.tensors import encode_image, from_tensor, to_tensor
-from nexus_bus.worker import PROVIDER, Context, Pulse
+from nexus_bus.worker import Context, Pulse
+from schemas.base import PROVIDER
 from schemas.environment import Observation
 from schemas.events import Event
 from schemas.inference import InferenceReply, InferenceRequest

@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 import structlog
 
-from nexus_bus import config, registry, usage
+from nexus_bus import config, registry, rollup, usage
 from nexus_bus.bus import Bus, ensure_job
 from nexus_bus.clock import now
 from nexus_bus.errors import Unavailable
+from nexus_bus.ledger import Ledger
 from nexus_bus.models.backbone import Backbone
 from nexus_bus.models.checkpoint import adapter_bytes, weights_bytes
 from nexus_bus.models.contract import build_contract
@@ -249,16 +250,28 @@ async def test_usage_is_published_by_the_next_holder_if_the_last_one_died_after_
         await running
     monkeypatch.setattr(Seat, "_account", account)
     assert [used.steps for used in await records(bus) if used.steps] == [1]
-    for _ in range(2):  # and by the one after it no more
+
+    async def held() -> None:
         holder = Trainer(context(bus, "trainer", commit_every=1))
         running = await begun(holder)
-        await eventually(lambda: holder.seats)  # noqa: B023 - waited for here
+        await eventually(lambda: holder.seats)
         await stopped(holder, running)
+
+    await held()
+    await held()  # and by the one after it no more
     trained = [used for used in await records(bus) if used.steps]
     assert [(used.steps, used.records) for used in trained] == [(1, 1), (1, 1)]
     entry = await bus.kv("registry").get(registry.state_key("acme", "pick"), TrainingState)
     assert entry is not None
     assert sum(used.device_s for used in trained) == pytest.approx(entry.value.device_s)
+    monkeypatch.setattr(rollup, "MANY", 1)
+    await rollup.Rollup(bus).sweep()
+    await held()  # nor once the log was added up, and the record's id is forgotten with it
+    ledger = Ledger(("job", "kind"))
+    for used in await records(bus):
+        ledger.take(used)
+    (row,) = [row for row in ledger.rows() if (row["job"], row["kind"]) == ("pick", "training")]
+    assert (row["steps"], row["records"]) == (2, 2)
 
 
 async def test_requests_whose_record_was_not_stored_are_answered_again_on_the_provider(
