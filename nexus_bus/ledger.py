@@ -42,6 +42,7 @@ class Used:
         self._span, self._since = span, since
         self.sums: dict[tuple[str, datetime], Sums] = {}  # by kind and beginning
         self.last: dict[tuple[str, datetime], UsagePart] = {}  # record in it
+        self.commits: dict[tuple[str, datetime], int] = {}  # the latest: not every record of training is of a commit
         self.gauge: tuple[UsagePart, datetime] | None = None  # what is stored, since when
 
     def take(self, used: Usage) -> None:
@@ -49,7 +50,7 @@ class Used:
         if used.kind != "sum":
             self._add(used)
             return
-        self.sums, self.last, self.gauge = {}, {}, None
+        self.sums, self.last, self.commits, self.gauge = {}, {}, {}, None
         for earlier in used.earlier:
             self._add(earlier)
 
@@ -78,6 +79,7 @@ class Used:
     def _of(self, used: UsagePart, at: datetime) -> Sums:
         key = used.kind, self._span(at)[0]
         self.last[key] = used
+        self.commits[key] = max(self.commits.get(key, 0), used.commit)
         return self.sums.setdefault(key, dict.fromkeys(SUMS, 0))
 
     def _keep(self, used: UsagePart, start: datetime, end: datetime) -> None:

@@ -78,7 +78,7 @@ def records(used: Used, at: datetime) -> tuple[UsagePart, ...]:
             last = used.last[kind, begin]
             time = max(begin, datetime.fromisoformat(last.time)).isoformat()  # what is stored may be so since long before
             numbers: dict[str, Any] = sums
-            found.append(UsagePart(worker=last.worker, kind=last.kind, commit=last.commit, time=time, **numbers))
+            found.append(UsagePart(worker=last.worker, kind=last.kind, commit=used.commits[kind, begin], time=time, **numbers))
     if used.gauge is not None:
         gauge, since = used.gauge
         part = UsagePart(worker=gauge.worker, kind="storage", stored_bytes=gauge.stored_bytes, time=since.isoformat())
