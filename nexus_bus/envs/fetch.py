@@ -11,6 +11,7 @@ import gymnasium_robotics  # noqa: F401 # pyright: ignore[reportMissingImports] 
 import mujoco as _mujoco
 import numpy as np
 
+from nexus_bus.envs import rendering
 from nexus_bus.envs.catalog import ENVIRONMENTS
 from nexus_bus.envs.gymnasium_adapter import GymnasiumSimulator, registered
 from nexus_bus.envs.simulator import Moment
@@ -65,5 +66,5 @@ class Fetch(GymnasiumSimulator):
         """See Simulator."""
         renderer, self._renderer = self._renderer, None
         if renderer is not None:
-            renderer.close()
+            rendering.close(renderer)
         super().close()

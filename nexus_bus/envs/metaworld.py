@@ -14,6 +14,7 @@ import numpy as np
 from metaworld.env_dict import ALL_V3_ENVIRONMENTS_GOAL_OBSERVABLE
 from metaworld.policies import ENV_POLICY_MAP
 
+from nexus_bus.envs import rendering
 from nexus_bus.envs.catalog import ENVIRONMENTS
 from nexus_bus.envs.gymnasium_adapter import GymnasiumSimulator
 from nexus_bus.envs.simulator import Moment
@@ -63,7 +64,7 @@ class MetaWorld(GymnasiumSimulator):
     def close(self) -> None:
         """See Simulator."""
         if self._renderer is not None:
-            self._renderer.close()
+            rendering.close(self._renderer)
             self._renderer = None
         super().close()
 

@@ -65,11 +65,26 @@ def require() -> None:
         raise Unavailable(rendering.advice)
 
 
+def close(renderer: Any) -> None:
+    """Close a `mujoco.Renderer` and leave the pictures of all others as they are.
+
+    What was loaded for it is freed in whichever GL context is current, by itself or by the garbage collector: that may be
+    another session's, which then loses its own textures and meshes.
+    """
+    context, loaded = renderer._gl_context, renderer._mjr_context  # noqa: SLF001 - no public way
+    if context is not None and loaded is not None:
+        context.make_current()
+        loaded.free()
+        renderer._mjr_context = None  # noqa: SLF001
+    renderer.close()
+
+
 def own_context(env: Any) -> Any:
     """The environment, whose Gymnasium renderer for MuJoCo from now on shows it alike in every session, and nothing of others.
 
     As it is, it draws and frees in whichever GL context is current. Of two environments in one process that is the last one's
-    made: pictures of the other show its textures and meshes, and nothing at all once it is closed. And where a free camera
+    made: pictures of the other show its textures and meshes, and nothing at all once it is closed. What a closed one had loaded
+    is freed when the garbage collector comes, in the context of the one that draws just then. And where a free camera
     looks depends on the moment that was drawn first; here it is the middle of the model as it was made.
     """
     renderer = getattr(getattr(env, "unwrapped", env), "mujoco_renderer", None)
@@ -86,9 +101,12 @@ def own_context(env: Any) -> Any:
         return draw(mode)
 
     def close() -> None:
-        if renderer.viewer is not None:
-            renderer.viewer.make_context_current()
+        for viewer in renderer._viewers.values():  # noqa: SLF001 - no public way
+            viewer.make_context_current()
+            viewer.con.free()
         free()
+        renderer._viewers.clear()  # noqa: SLF001 - a second close has nothing to free
+        renderer.viewer = None
 
     renderer.render, renderer.close = render, close
     return env

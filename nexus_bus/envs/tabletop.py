@@ -14,6 +14,7 @@ import msgspec
 import mujoco as _mujoco
 import numpy as np
 
+from nexus_bus.envs import rendering
 from nexus_bus.envs.simulator import Moment, Observed
 from nexus_bus.errors import BadMessage
 from schemas.job import EnvironmentSpec, Scalar
@@ -91,7 +92,7 @@ class _Stage:
 
     def close(self) -> None:
         if self._renderer is not None:
-            self._renderer.close()
+            rendering.close(self._renderer)
             self._renderer = None
 
 

@@ -127,3 +127,14 @@ def test_a_saved_episode_goes_on_in_another_session() -> None:
     assert one.steps == other.steps
     one.close()
     other.close()
+
+
+def test_a_session_that_ends_takes_no_picture_of_another_along() -> None:
+    ended, other = session("push", image_size=48), session("push")
+    ended.reset(1)
+    before = other.reset(1)
+    ended.close()
+    after = other.reset(1)
+    other.close()
+    assert before.images.keys() == after.images.keys()
+    assert all(np.array_equal(before.images[camera], after.images[camera]) for camera in before.images)
