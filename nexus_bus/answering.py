@@ -5,13 +5,16 @@ Between the worker, which takes requests and sends answers, and the models, whic
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from nexus_bus.errors import NexusError, Unavailable
 from nexus_bus.learning.algorithms.base import observation_prompt
-from nexus_bus.models.act import Answer, Asked, Decoding, act_group, charged
+from nexus_bus.models.act import Answer, Asked, Decoding, act_group
 from nexus_bus.models.backbone import Backbone
 from nexus_bus.models.cache import FeatureCache
+from nexus_bus.models.slots import state_row
+from nexus_bus.split import split
 from nexus_bus.tensors import from_tensor
 
 SLICE_S = 0.01  # of decoding between two groups; at least one token
@@ -31,32 +34,35 @@ class Answering:
         `asks`: of workers/inference.py; each is told what it asks.
 
         Returns:
-            The answers, with shares that add up to the seconds it took; and these.
+            The answers, with shares that add up to the seconds it took, those of whoever goes on included; and these.
         """
         started = time.perf_counter()
         answers: list[Answer | None] = [None] * len(asks)
+        owed = [0.0] * len(asks)
         at_once: dict[int, Asked] = {}
         for i, ask in enumerate(asks):
-            request = ask.request
+            began = time.perf_counter()
             try:
-                prompt = observation_prompt(request.observation, ask.slot.contract)
-                state = from_tensor(request.observation.state)
-                ask.asked = Asked(ask.delivery.tenant, ask.slot, prompt, state, request.greedy, request.seed)
+                asked = ask.asked = _asked(ask)
+                name = self.backbone.ids([asked.look()])[0]
                 if ask.slot.module.needs.decodes:
-                    self.decoding.add(id(ask), ask.asked, self.backbone.ids([ask.asked.look()])[0])
+                    self.decoding.add(id(ask), asked, name)
                 else:
-                    at_once[i] = ask.asked
+                    at_once[i] = asked
             except NexusError as error:
                 answers[i] = Answer(error=error)
+            except Exception as error:  # noqa: BLE001 - whatever a codec makes of its pictures, the others go on
+                answers[i] = Answer(error=self._broken(ask.delivery.tenant, ask.slot.version, error))
+            owed[i] = time.perf_counter() - began  # its pictures are its own, whatever comes of it
         for i, answer in zip(at_once, self._act(list(at_once.values())), strict=True):
             answers[i] = answer
-        done = [i for i, answer in enumerate(answers) if answer is not None]
+            owed[i] += answer.device_s
         spent = time.perf_counter() - started
-        shares = charged([answer for answer in answers if answer is not None], spent)
-        for i, answer in zip(done, shares, strict=True):
-            answers[i] = answer
-        if not done:
-            self.decoding.owe([id(ask) for ask in asks], spent)
+        for i, share in enumerate(split(spent, owed)):
+            if (answer := answers[i]) is not None:
+                answers[i] = replace(answer, device_s=share)
+            else:
+                self.decoding.owe(id(asks[i]), share)
         return answers, spent
 
     def decode(self) -> dict[int, Answer]:
@@ -76,12 +82,25 @@ class Answering:
 
     def _act(self, asked: list[Asked]) -> list[Answer]:
         """If a group fails (out of memory, a head's own fault), its halves do what they can."""
+        started = time.perf_counter()
         try:
             return act_group(self.backbone, self.cache, asked)
-        except Exception:
+        except Exception as error:  # noqa: BLE001 - as above
             if len(asked) == 1:
-                policy = asked[0].slot.version
-                self.log.exception("a request cannot be answered", tenant=asked[0].tenant, policy=policy)
-                return [Answer(error=NexusError(f"policy {policy}: fails on this request; the provider's log has the reason"))]
+                said = self._broken(asked[0].tenant, asked[0].slot.version, error)
+                return [Answer(error=said, device_s=time.perf_counter() - started)]
             middle = len(asked) // 2
             return self._act(asked[:middle]) + self._act(asked[middle:])
+
+    def _broken(self, tenant: str, policy: str, error: Exception) -> NexusError:
+        self.log.error("a request cannot be answered", tenant=tenant, policy=policy, exc_info=error)
+        return NexusError(f"policy {policy}: fails on this request; the provider's log has the reason")
+
+
+def _asked(ask: Any) -> Asked:
+    """Decode a request: what costs nothing to look at before its pictures."""
+    seen, contract = ask.request.observation, ask.slot.contract
+    state = from_tensor(seen.state)
+    state_row(ask.slot.state_norm, state, contract.observation.state_size)
+    prompt = observation_prompt(seen, contract)
+    return Asked(ask.delivery.tenant, ask.slot, prompt, state, ask.request.greedy, ask.request.seed)

@@ -30,6 +30,7 @@ from nexus_bus.errors import (
     Unavailable,
 )
 from nexus_bus.offers import offer_key, offered
+from nexus_bus.pixels import UNIT, pixels
 from schemas.base import Name
 from schemas.control import Ack
 from schemas.environment import (
@@ -82,20 +83,27 @@ class Bridged:
     busy: int = 0
     steps: int = 0  # of the episode
     size: int = 0  # bytes of its observations: whoever plays it holds them all
+    unfolded: int = 0  # and pixels, which whoever learns from it holds
 
     def note(self, call: SessionCall, reply: SessionReply) -> None:
         """Raises EnvironmentFault for an answer that is not what was agreed upon, and for an episode without an end."""
         if wrong := amiss(reply, call, self.seen):
             raise EnvironmentFault(f"the tenant's worker answered {wrong}")
         if call.op in ("reset", "restore"):
-            self.steps, self.size = (reply.steps if call.op == "restore" else 0), 0
+            self.steps, self.size, self.unfolded = (reply.steps if call.op == "restore" else 0), 0, 0
         self.steps += len(reply.rewards)
         if reply.observation is not None:
             self.size += sum(len(image.data) for image in reply.observation.images.values())
+            self.unfolded += pixels(self.seen.cameras)
         if self.size > MAX_BLOB_MESSAGE:
             raise EnvironmentFault(
                 f"an episode of the tenant's worker has {self.size} bytes of pictures; at most {MAX_BLOB_MESSAGE}: make them "
                 "smaller, send jpeg, or end sooner"
+            )
+        if self.unfolded > UNIT:
+            raise EnvironmentFault(
+                f"an episode of the tenant's worker shows {self.unfolded} pixels; at most {UNIT}: make its pictures "
+                "smaller, or end sooner"
             )
         if call.op == "step" and self.steps >= self.max_steps and reply.end == "running":
             raise EnvironmentFault(f"the tenant's worker goes on after {self.steps} steps; its episodes have {self.max_steps}")

@@ -16,7 +16,7 @@ from nexus_bus import pricing, registry
 from nexus_bus.admission import running, trains
 from nexus_bus.bus import Bus, Incoming
 from nexus_bus.bus.page import page
-from nexus_bus.errors import BadMessage, NotFound
+from nexus_bus.errors import BadMessage, NotFound, Unavailable
 from nexus_bus.roster import Roster
 from nexus_bus.spending import Account as Spent
 from nexus_bus.spending import Spending
@@ -77,6 +77,23 @@ class Turns:
             self._there[tenant] -= 1
             if not self._there[tenant]:
                 del self._there[tenant], self._gates[tenant]
+
+
+class Orders:
+    """Of each tenant so many now and then, and fewer all the time: each leaves entries in logs that all tenants share."""
+
+    def __init__(self) -> None:
+        """Nobody has ordered anything."""
+        self._left: dict[str, tuple[float, float]] = {}  # by tenant: those it may send at once, as of a time
+
+    def take(self, tenant: str, most: int, per_s: float) -> None:
+        """Count one. Raises Unavailable for one too many."""
+        clock = time.monotonic()
+        left, at = self._left.get(tenant, (float(most), clock))
+        left = min(most, left + (clock - at) * per_s)
+        if left < 1:
+            raise Unavailable(f"orders: more than {most} at once, and {per_s:g} a second; wait")
+        self._left[tenant] = left - 1, clock
 
 
 class Reads:

@@ -116,7 +116,8 @@ class Arriving:
         target, upload = home / begin.dataset, Upload(home, begin.upload)
         if not begin.replace and shelf.there(target):
             raise Refused(f"dataset: {begin.dataset!r} is there already; choose another name, or say --replace")
-        upload.begin(UPLOADS)
+        with uploads.adding(home):
+            upload.begin(UPLOADS)
         manifest = upload.manifest()
         if manifest is None:
             upload.page(begin.page, begin.files)
@@ -127,8 +128,9 @@ class Arriving:
             except BadMessage:
                 upload.clear()  # nobody can go on with it
                 raise
-            self._allow(home, upload, manifest, asked.room, new=not shelf.there(target))
-            manifest = upload.freeze(manifest)
+            with uploads.adding(home):
+                self._allow(home, upload, manifest, asked.room, new=not shelf.there(target))
+                manifest = upload.freeze(manifest)
         if manifest.dataset != begin.dataset or any(manifest.files.get(file.path) != file for file in begin.files):
             raise BadMessage(f"upload: {begin.upload!r} was begun with other files; begin another one")
         return upload.have(begin.files)

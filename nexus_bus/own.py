@@ -6,6 +6,7 @@ Killed  who plays in it hears so within a second, and plays the episode again on
 """
 
 import asyncio
+import math
 import signal
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
@@ -52,6 +53,7 @@ class OwnEnvironment:
             worker,
             _free_of_charge,
             min(settings.processes, sessions),
+            math.inf,  # whose machine it is keeps a robot at hand for as long as it serves
         )
         self.own: Own = {}
         self.answering: set[asyncio.Task[None]] = set()

@@ -1,8 +1,8 @@
 """The master's hand on jobs that rest: a tenant's pause and resume, the end of a device budget, and the tenant's limits.
 
-A pause is a phase: the trainer commits and gives the seat up, orders to play episodes are taken back, records wait where they
-are. What was under way is still counted. On resuming, what was taken back is handed out anew, and the job ends in the same
-weights as if it had never rested.
+A pause is a phase: the trainer commits and gives the seat up, orders to play episodes or to record are taken back, records wait
+where they are. What was under way is still counted. On resuming, what was taken back is handed out anew, and the job ends in
+the same weights as if it had never rested.
 
 Whoever paused a job resumes it: the tenant, where it asked for the pause or the job's own budget is used up; the master, where
 a limit of the tenant stopped all of its jobs (see quotas.py). A tenant that pauses a job which rests already because of a
@@ -112,7 +112,7 @@ class Pausing:
                 state = msgspec.structs.replace(state, reason=reason, limit=limit)
             else:
                 # Before it is written: once it is, somebody may resume it and hand the orders out anew.
-                for name in ("rollout.run", "rollout.own"):
+                for name in ("rollout.run", "rollout.own", "env.prepare"):
                     await self.bus.purge(name, tenant=tenant, job=job, environment="*")
                 limited = state.plan.spec.budget.device_s is not None
                 device_s = self.spending.of(tenant, job).device_s if limited else 0.0

@@ -60,11 +60,7 @@ def compile_plan(
     """
     _check_kind(spec)
     _check_limits(spec)
-    spec = msgspec.structs.replace(spec, base=spec.base or resident or next(iter(SHIPPED)))
-    backbone = describe_backbone(spec.base)
-    require_weights(backbone)
-    if resident is not None and backbone.fingerprint != describe_backbone(resident).fingerprint:
-        raise BadJob(f"base: the job asks for {spec.base!r}, this service holds {resident!r}; leave `base` out to take that")
+    spec, backbone = _based(spec, resident)
     _check_base(spec, backbone, init)
     if spec.kind != "eval" and spec.tier not in backbone.tiers:
         raise BadJob(f"tier: {spec.tier!r} is not for {backbone.name!r}, which serves {', '.join(backbone.tiers)}")
@@ -121,6 +117,18 @@ def names_own(spec: JobSpec, init: PolicyVersion | JobSpec | None) -> bool:
     """Whether a job, or the one it begins from, plays in an environment of its tenant's own."""
     specs = [one for one in (spec, init) if isinstance(one, JobSpec)]
     return any(one.environment is not None and is_own(one.environment.id) for one in specs)
+
+
+def _based(spec: JobSpec, resident: str | None) -> tuple[JobSpec, BackboneInfo]:
+    """With the base that it takes. A service compares a tenant's word for one and never looks it up: it may be any path."""
+    base = resident or spec.base or next(iter(SHIPPED))
+    backbone = describe_backbone(base)
+    require_weights(backbone)
+    if spec.base in ("", base, backbone.name):
+        return msgspec.structs.replace(spec, base=base), backbone
+    if spec.base not in SHIPPED or describe_backbone(spec.base).fingerprint != backbone.fingerprint:
+        raise BadJob(f"base: the job asks for {spec.base[:80]!r}, this service holds {base!r}; leave `base` out to take that")
+    return msgspec.structs.replace(spec, base=base), backbone
 
 
 def _check_kind(spec: JobSpec) -> None:

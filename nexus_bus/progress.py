@@ -94,7 +94,9 @@ def resume(state: JobState, at: float, added_device_s: float) -> Happening:
         state, phase=phase, paused=None, reason="", resumed=state.resumed + 1, deadline=deadline, added_device_s=added
     )
     happening = Happening(state)
-    if phase in ("evaluating_before", "evaluating_after"):
+    if phase == "data":
+        happening.orders.append(_prepare(state))
+    elif phase in ("evaluating_before", "evaluating_after"):
         happening.orders.extend(_evaluation_orders(state, phase))
     elif phase == "training":
         if isinstance(algorithm := state.plan.spec.algorithm, Ppo):
@@ -122,8 +124,9 @@ def _prepare(state: JobState) -> tuple[str, str, PrepareOrder]:
         dataset=state.dataset,
         environment=plan.spec.environment,
         expert=data.expert if data else None,
+        resumed=state.resumed,
     )
-    return "env.prepare", f"{plan.tenant}/{plan.spec.name}/prepare", order
+    return "env.prepare", f"{plan.tenant}/{plan.spec.name}/prepare{_again(state)}", order
 
 
 def _rollout(state: JobState, purpose: str, batch: int, index: int, version: str, protocol: EvaluationSpec | None) -> Any:
@@ -154,9 +157,13 @@ def _rollout(state: JobState, purpose: str, batch: int, index: int, version: str
         films=protocol.films if protocol else 0,
         simulator=protocol.simulator if protocol else "",
     )
-    again = f"/{state.resumed}" if state.resumed else ""  # the queue remembers the ids of what was taken back
     kind = "rollout.own" if is_own(environment.id) else "rollout.run"
-    return kind, f"{plan.tenant}/{spec.name}/{purpose}/{batch}/{index}{again}", order
+    return kind, f"{plan.tenant}/{spec.name}/{purpose}/{batch}/{index}{_again(state)}", order
+
+
+def _again(state: JobState) -> str:
+    """The end of an order's id: the queue remembers the ids of what was taken back."""
+    return f"/{state.resumed}" if state.resumed else ""
 
 
 def _environment(plan: Plan) -> EnvironmentSpec:

@@ -4,7 +4,7 @@ A limit that is set, raised or lifted counts at the next look. What it stops:
   jobs, slots      further jobs, which wait in line; lowered below what runs, they stop nothing that runs
   queued           further submissions, which are refused
   stored_bytes     training jobs, which rest or wait, and imports, which are refused; eval jobs keep nothing, and go on
-  device_s, money  all jobs, which rest or wait
+  device_s, money  all jobs, which rest or wait; a tenant's own sessions and requests to act, which are refused (budgets.py)
   phase suspended  all jobs, which rest; submissions and imports, which are refused
 What rests because of one of these goes on by itself once it may: nobody decided about the job, so nobody has to resume it.
 """
@@ -16,8 +16,9 @@ from nexus_bus import pricing, registry
 from nexus_bus.admission import Bar, Limits
 from nexus_bus.allowances import NO_LIMITS, Allowances
 from nexus_bus.bus import Bus
+from nexus_bus.pricing import Prices
 from nexus_bus.roster import Roster
-from nexus_bus.spending import Spending
+from nexus_bus.spending import Account, Spending
 from nexus_bus.stored import Keeping
 from schemas.tenant import ServiceTerms, TenantLimits, TenantRecord
 
@@ -70,16 +71,9 @@ class Quotas:
         if limits.device_s is None and limits.money is None:
             self.spending.forget(tenant)
             return
-        account = self.spending.of(tenant)
-        if limits.device_s is not None and account.device_s >= limits.device_s:
-            yield Bar("device_s", f"limits.device_s: {account.device_s:.1f} of your {limits.device_s:g} s are used{MORE}")
-        if limits.money is None:
-            return
-        if self._prices is None:
+        if limits.money is not None and self._prices is None:
             self._warn(tenant)
-        elif (cost := account.cost(self._prices, datetime.now(UTC))) >= limits.money:
-            currency = self._prices.currency
-            yield Bar("money", f"limits.money: {cost:.2f} of your {limits.money:g} {currency} are used{MORE}")
+        yield from used_up(limits, self.spending.of(tenant), self._prices)
 
     def _storage(self, tenant: str, limits: TenantLimits, recorded: int) -> Iterator[Bar]:
         most = limits.stored_bytes
@@ -96,6 +90,16 @@ class Quotas:
         if tenant not in self._warned:
             self._warned.add(tenant)
             self._log.warning("a limit of money counts for nothing: the settings file has no [prices]", tenant=tenant)
+
+
+def used_up(limits: TenantLimits, account: Account, prices: Prices | None) -> Iterator[Bar]:
+    """Budgets of which nothing is left. Without prices there is none of money."""
+    if limits.device_s is not None and account.device_s >= limits.device_s:
+        yield Bar("device_s", f"limits.device_s: {account.device_s:.1f} of your {limits.device_s:g} s are used{MORE}")
+    if limits.money is None or prices is None:
+        return
+    if (cost := account.cost(prices, datetime.now(UTC))) >= limits.money:
+        yield Bar("money", f"limits.money: {cost:.2f} of your {limits.money:g} {prices.currency} are used{MORE}")
 
 
 def _suspension(record: TenantRecord | None) -> Iterator[Bar]:

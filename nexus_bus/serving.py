@@ -88,7 +88,9 @@ class Serving:
         """Who is served right now."""
         return set(self._pullers)
 
-    async def consume(self, handler: Handler, *, stop: asyncio.Event, concurrency: int, grace: float = 6.0) -> None:
+    async def consume(
+        self, handler: Handler, *, stop: asyncio.Event, concurrency: int | Callable[[], int], grace: float = 6.0
+    ) -> None:
         """THE loop, see bus/consume.py, over the consumers of all tenants. A turn costs the seconds that it was in hand."""
         anybody = self._durable(PROVIDER, NO_LIMITS)  # how often a message is tried is the same for all
         loop = Loop(self.bus, anybody, handler, stop, self._on_bad, self._on_dead)

@@ -1,13 +1,15 @@
 """Sessions of simulators, each leased to whoever opened it: between a worker that is asked for them and envs/host.py.
 
 Simulators live in processes of their own. Of one tenant and kind there are a few, and sessions go where the fewest are; a
-process that dies takes its own sessions along and nobody else's. A session that was closed is kept warm for the next one.
+process that dies takes its own sessions along and nobody else's. A session that was closed is kept warm for the next one, for
+a while: what nobody uses is charged to nobody.
 """
 
 import asyncio
+import contextlib
 import time
 import uuid
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -21,7 +23,8 @@ from nexus_bus.worker import Pulse
 from schemas.environment import SessionCall, SessionOpen, SessionReply
 from schemas.job import EnvironmentSpec
 
-IDLE_SESSIONS = 32  # simulators of one kind kept warm for a tenant
+IDLE_SESSIONS = 32  # simulators kept warm for a tenant, of all kinds and tasks
+IDLE_S = 300.0  # that a process without sessions is kept
 SWEEP_S = 1.0
 
 Start = Callable[[EnvironmentSpec], Awaitable[SimulatorHost]]
@@ -43,6 +46,7 @@ class Process:
 
     starting: "asyncio.Future[SimulatorHost]"
     load: int = 0  # sessions open, or being opened
+    used: float = field(default_factory=time.monotonic)  # when it had one last
 
     @property
     def dead(self) -> bool:
@@ -54,6 +58,16 @@ class Process:
         """End what is left of it."""
         if self.starting.done() and self.starting.exception() is None:
             await self.starting.result().stop()
+
+
+@dataclass
+class Idle:
+    """A session that was closed, kept warm."""
+
+    kind: bytes  # its spec
+    process: Process
+    host: SimulatorHost
+    sid: int
 
 
 @dataclass
@@ -82,6 +96,7 @@ class Sessions:
         listen: hears calls on a session; called before the simulator is there, so that the asker sees that somebody is at it.
         limit: held at once.
         processes: of one tenant and kind at most.
+        idle_s: so long a process without sessions is kept.
     """
 
     start: Start
@@ -92,10 +107,11 @@ class Sessions:
     name: str  # of the worker, for errors
     account: Account
     processes: int = 1
+    idle_s: float = IDLE_S
     held: dict[str, Held] = field(default_factory=dict)
     running: dict[tuple[str, str], list[Process]] = field(default_factory=dict)  # by tenant and kind
     dead: list[Process] = field(default_factory=list)
-    idle: dict[tuple[str, bytes], list[tuple[Process, SimulatorHost, int]]] = field(default_factory=dict)  # closed, kept warm
+    idle: dict[str, deque[Idle]] = field(default_factory=dict)  # by tenant, the latest last
     opening: Counter[str] = field(default_factory=Counter[str])  # by tenant, sessions whose simulators are being made
 
     async def open(self, tenant: str, request: SessionOpen, known: EnvDescription, allowed: int | None = None) -> str:
@@ -168,12 +184,12 @@ class Sessions:
         return reply
 
     async def _simulator(self, tenant: str, spec: EnvironmentSpec) -> tuple[Process, SimulatorHost, int]:
-        kept = self.idle.get((tenant, msgspec.json.encode(spec)), [])
-        while kept:
-            process, host, sid = kept.pop()
-            if host.alive:
-                process.load += 1
-                return process, host, sid
+        kept, kind = self.idle.get(tenant, deque()), msgspec.json.encode(spec)
+        for one in [one for one in reversed(kept) if one.kind == kind]:
+            kept.remove(one)
+            if one.host.alive:
+                one.process.load += 1
+                return one.process, one.host, one.sid
         process = self._process(tenant, spec)
         process.load += 1
         try:
@@ -181,7 +197,7 @@ class Sessions:
             host = await asyncio.shield(process.starting)
             return process, host, await host.open(spec)
         except BaseException:
-            process.load -= 1
+            _left(process)
             raise
 
     def _process(self, tenant: str, spec: EnvironmentSpec) -> Process:
@@ -205,15 +221,14 @@ class Sessions:
         if held is None:
             return
         self._account(held)
-        held.process.load -= 1
+        _left(held.process)
+        self._gauge()
         await held.unlisten()
         if keep and held.host.alive:
-            kept = self.idle.setdefault((held.tenant, msgspec.json.encode(held.spec)), [])
-            if len(kept) < IDLE_SESSIONS:
-                kept.append((held.process, held.host, held.sid))
-            else:
-                await held.host.close(held.sid)
-        self._gauge()
+            kept = self.idle.setdefault(held.tenant, deque())
+            kept.append(Idle(msgspec.json.encode(held.spec), held.process, held.host, held.sid))
+            if len(kept) > IDLE_SESSIONS:
+                await _freed(kept.popleft())
 
     async def _lost(self, host: SimulatorHost) -> None:
         """Every session of a dead simulator process is gone at once; the others of this worker go on."""
@@ -222,28 +237,52 @@ class Sessions:
         await host.stop()
 
     async def sweep(self) -> None:
-        """End sessions whose lease ran out, and note how long the others were held; until cancelled."""
+        """End sessions whose lease ran out and processes that nobody uses, and note how long the others were held; until
+        cancelled.
+        """
         while True:
             await asyncio.sleep(SWEEP_S)
             clock = time.monotonic()
-            for name in [n for n, held in self.held.items() if not held.busy and held.expires < clock]:
-                held = self.held[name]
-                self.log.warning("session lease ran out", session=name, tenant=held.tenant)
-                try:
-                    await held.host.call(held.sid, SessionCall(op="close"))  # the next one begins with a reset
-                except NexusError as error:
-                    self.log.info("not closed", session=name, error=str(error))
-                    await self._release(name, keep=False)
-                else:
-                    await self._release(name, keep=True)
+            late = [name for name, held in self.held.items() if not held.busy and held.expires < clock]
+            await asyncio.gather(*(self._ran_out(name) for name in late), self._retire())
             for held in self.held.values():
                 self._account(held)
+
+    async def _ran_out(self, name: str) -> None:
+        """The lease of a session did, unless a call has come this moment: from then on none is taken."""
+        held = self.held.get(name)
+        if held is None or held.busy or held.expires > time.monotonic():
+            return
+        held.busy = True
+        self.log.warning("session lease ran out", session=name, tenant=held.tenant)
+        try:
+            await held.host.call(held.sid, SessionCall(op="close"))  # the next one begins with a reset
+        except NexusError as error:
+            self.log.info("not closed", session=name, error=str(error))
+            await self._release(name, keep=False)
+        else:
+            await self._release(name, keep=True)
+
+    async def _retire(self) -> None:
+        """End what nobody has used for a while, and what is left of processes that ended by themselves."""
+        before = time.monotonic() - self.idle_s
+        for kind, running in list(self.running.items()):
+            for process in [one for one in running if one.dead or (not one.load and one.used < before)]:
+                running.remove(process)
+                self.dead.append(process)
+            if not running:
+                del self.running[kind]
+        for tenant, kept in list(self.idle.items()):
+            self.idle[tenant] = deque(one for one in kept if one.process not in self.dead)
+            if not self.idle[tenant]:
+                del self.idle[tenant]
+        await self._bury()
 
     async def close(self) -> None:
         """End every simulator process."""
         for name in list(self.held):
             await self._release(name, keep=False)
-        for process in [process for running in self.running.values() for process in running]:
+        for process in [*self.dead, *(process for running in self.running.values() for process in running)]:
             await process.stop()
 
     def _account(self, held: Held) -> None:
@@ -252,6 +291,17 @@ class Sessions:
 
     def _gauge(self) -> None:
         self.pulse.gauges["sessions"] = len(self.held)
+
+
+def _left(process: Process) -> None:
+    process.load -= 1
+    process.used = time.monotonic()
+
+
+async def _freed(one: Idle) -> None:
+    """Let go of a simulator. What its process does with that is its own fault, seen by whoever calls it next."""
+    with contextlib.suppress(NexusError):
+        await one.host.close(one.sid)
 
 
 def fits(request: SessionOpen, known: EnvDescription) -> None:

@@ -22,7 +22,7 @@ from nexus_bus.uploads import INCOMING, uploads, walk
 from schemas.base import PUBLIC
 from schemas.dataset import DatasetInfo, DatasetPage, DatasetQuery, DatasetUnfinished
 
-INFO_BYTES = 4 << 20  # of metadata that a list looks into
+INFO_BYTES = 256 << 10  # of metadata that a list looks into
 TOLD = ("observation.state", "action")  # whose sizes are told, besides those of pictures
 MOST_TOLD, LONGEST = 32, 100  # features of one dataset, and characters of their names; of one with more none is told
 _EXCHANGE, _HERE = 2, -100  # RENAME_EXCHANGE, AT_FDCWD

@@ -8,8 +8,9 @@
                            /files/...  what was sent
                            /refused    why a check failed, until somebody was told
     TENANT/.incoming/.gone-ID          what is being cleared away
+                     .adding           held alone by whoever adds an upload, or a list of files
 
-Nothing here waits for a lock, and nothing here is awaited: call it in a thread.
+Nothing here waits for a lock but `adding`, a moment, and nothing here is awaited: call it in a thread.
 """
 
 import contextlib
@@ -255,6 +256,19 @@ def uploads(home: Path) -> list[Upload]:
     except FileNotFoundError:
         return []
     return [Upload(home, name) for name in names]
+
+
+@contextlib.contextmanager
+def adding(home: Path) -> Iterator[None]:
+    """Meanwhile no other worker adds to what a tenant sends: of several that begin at once each counts those before it."""
+    with writing():
+        (home / INCOMING).mkdir(parents=True, exist_ok=True)
+        lock = os.open(home / INCOMING / ".adding", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # which the kernel lets go when a worker dies
+        yield
+    finally:
+        os.close(lock)
 
 
 def clear(home: Path, what: Path) -> None:

@@ -19,6 +19,7 @@ import structlog
 
 from nexus_bus import config, faults, logs, memory, telemetry
 from nexus_bus.bus import Bus, Card, Presence, ensure_topology
+from nexus_bus.bus.codec import brief
 from nexus_bus.clock import now
 from nexus_bus.errors import Denied
 from schemas.base import PROVIDER
@@ -53,8 +54,9 @@ class Context:
     host: str
 
     async def event(self, kind: EventType, tenant: str, *, job: str = "_", key: str, message: str = "", **fields: Any) -> None:
-        """Publish an event. `key` makes it idempotent: the same key is stored once."""
-        event = Event(type=kind, tenant=tenant, job=job, time=now(), message=message, **fields)
+        """Publish an event. `key` makes it idempotent: the same key is stored once. A long message is shortened in its middle:
+        it may quote what a tenant sent, and beyond INLINE_BYTES it would take room of the bucket that all payloads share."""
+        event = Event(type=kind, tenant=tenant, job=job, time=now(), message=brief(message), **fields)
         await self.bus.publish("event", event, msg_id=f"event/{tenant}/{job}/{key}", tenant=tenant, job=job)
 
 

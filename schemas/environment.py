@@ -200,6 +200,7 @@ class PrepareOrder(Message, frozen=True, kw_only=True):
     dataset: str  # directory below the tenant's data root, or public/<directory>
     environment: EnvironmentSpec | None = None  # with `expert`
     expert: ExpertSpec | None = None  # unset: the dataset must exist
+    resumed: Count = 0  # how often its job was; a pause takes the orders before it back
 
 
 class FeedOrder(Message, frozen=True, kw_only=True):

@@ -12,7 +12,7 @@ class InferenceRequest(Message, frozen=True, kw_only=True):
     """Ask one policy version for an action chunk. The asker's inbox travels in the `Nexus-Reply-To` header."""
 
     id: Annotated[str, Meta(max_length=200)]  # the same request asked again may be answered twice; the answers are equal
-    job: Name
+    job: Name  # whose usage it is; of a tenant's own request the policy's, whatever stands here
     policy: PolicyId
     observation: Observation
     greedy: bool = True  # the head's mean or its deterministic path; False samples with `seed`

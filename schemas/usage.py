@@ -43,7 +43,12 @@ class Usage(UsagePart, frozen=True, kw_only=True):
 
 
 class Audit(Message, frozen=True, kw_only=True):
-    """One decision on behalf of a tenant."""
+    """One decision on behalf of a tenant, or something that it asked for.
+
+    The log keeps them for 400 days, and of one tenant the newest 30,000. What is asked over and over (policy.read,
+    policy.upload, env.open, env.offer) stands there once for each thing and key in an hour. Requests to act and calls on
+    sessions do not: usage has what they took.
+    """
 
     tenant: Name
     action: str  # submit, cancel, pause, resume, budget, policy.imported, policy.pinned, policy.retired, completed …

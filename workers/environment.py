@@ -8,30 +8,29 @@ Killed  its sessions are gone: whoever held one opens another and plays the epis
 """
 
 import asyncio
-import signal
-import sys
-import time
+import threading
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 
-from nexus_bus import registry, shelf, worker
-from nexus_bus.bus import Bus, Delivery, Done, Incoming, Outcome, data_durable, die_with_parent
+from nexus_bus import shelf, worker
+from nexus_bus.bus import Bus, Delivery, Done, Incoming, Outcome, data_durable
 from nexus_bus.data.layout import Root
 from nexus_bus.data.reader import Dataset
+from nexus_bus.data.rows import HELD_BYTES
 from nexus_bus.data.sampler import batch_indices
 from nexus_bus.envs.catalog import describe
 from nexus_bus.envs.host import SimulatorHost
-from nexus_bus.errors import BadMessage, Conflict, EnvironmentFault, NexusError, Refused
+from nexus_bus.errors import BadMessage, Conflict, NexusError, Refused
 from nexus_bus.incoming import Arriving
+from nexus_bus.recording import Recordings
 from nexus_bus.serving import AHEAD, Serving
 from nexus_bus.sessions import Close, Sessions
 from nexus_bus.tensors import encode_image, to_tensor
 from nexus_bus.usage import Tally
-from nexus_bus.worker import Context
+from nexus_bus.worker import Context, side_by_side
 from schemas.base import Image
 from schemas.control import JobReport, Role
 from schemas.environment import (
@@ -44,14 +43,13 @@ from schemas.environment import (
     SessionReply,
 )
 from schemas.job import EnvironmentSpec
-from schemas.plan import TERMINAL, JobState
 from schemas.training import TrainingBatch, TrainingSample
 
 ROLE: Role = "environment"
 
-ENCODED_FRAMES = 20_000  # pictures kept encoded for later epochs: about 8 KB each
+ENCODED_BYTES = 512 << 20  # of pictures kept encoded for later epochs
+DATASETS = 16  # kept open
 NOBODYS, NOBODYS_SHARE = "_", 4  # the job of sessions that belong to none, and the part of all that one tenant may hold then
-LOOK_S = 1.0  # between looks whether a recording is still wanted
 
 
 class Environment:
@@ -60,11 +58,13 @@ class Environment:
     def __init__(self, context: Context) -> None:
         self.context = context
         self.bus: Bus = context.bus
-        self.kv = context.bus.kv("registry")
         self.root = Path(context.config.data_root)
-        self.datasets: dict[Path, Dataset] = {}
+        self.datasets: OrderedDict[Path, Dataset] = OrderedDict()
         self.encoded: OrderedDict[tuple[Dataset, int, str], dict[str, Image]] = OrderedDict()
+        self.encoded_bytes = 0
+        self._encoding = threading.Lock()  # several threads put pictures there
         self.used = Tally(context.bus, context.name, "environment")
+        self.recordings = Recordings(context, self.used)
         self.arriving = Arriving(context.bus, self.root, context.pulse, int(context.config.memory_gb * 1e9))
         self.serving = Serving(
             context.bus, lambda tenant, _: data_durable(tenant), batch=context.config.feeds + AHEAD, on_dead=self.given_up
@@ -137,7 +137,7 @@ class Environment:
             raise Refused(
                 f"data.dataset: {order.dataset!r} was pushed, and a recording would replace it; name another, or drop it"
             )
-        if order.expert is not None and not await self._record(order, path):
+        if order.expert is not None and not await self.recordings.record(order, path):
             return
         dataset = await self._dataset(path)
         recorded = order.expert is not None
@@ -153,59 +153,24 @@ class Environment:
             "job.report", report, msg_id=f"{order.tenant}/{order.job}/prepared", tenant=order.tenant, job=order.job
         )
 
-    async def _record(self, order: PrepareOrder, path: Path) -> bool:
-        """Whether the dataset is there; a job that ends meanwhile wants none."""
-        document = msgspec.json.encode({"environment": order.environment, "expert": order.expert, "root": str(path)}).decode()
-        # A child, because simulators are native code: if it dies, this worker and its sessions live.
-        child = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "nexus_bus.data.record", document,
-            stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, limit=1 << 20,
-            preexec_fn=die_with_parent(signal.SIGKILL),
-        )  # fmt: skip
-        if child.stdout is None or child.stderr is None:  # both are pipes, by the call above
-            raise EnvironmentFault("recording demonstrations has no output to follow")
-        complaints = asyncio.create_task(child.stderr.read())
-        last, looked = b"", time.monotonic()
-
-        def held() -> float:
-            """Note for how long its simulator was held since the last look; the time now."""
-            self.used.add(order.tenant, order.job, session_s=(clock := time.monotonic()) - looked)
-            return clock
-
-        try:
-            async for line in child.stdout:
-                last = line
-                self.context.pulse.progress += 1  # a long recording is not a wedged worker
-                if time.monotonic() - looked > LOOK_S:
-                    looked = held()
-                    if await self._over(order):
-                        return False
-            await child.wait()
-            err = await complaints
-        finally:
-            held()
-            complaints.cancel()
-            if child.returncode is None:
-                child.kill()
-        self.datasets.pop(path, None)
-        if child.returncode != 0:
-            tail = err.decode(errors="replace").strip().splitlines()[-1:] or ["no output"]
-            self.context.log.error("recording failed", stderr=err.decode(errors="replace")[-4000:])
-            raise EnvironmentFault(f"recording demonstrations ended with code {child.returncode}: {tail[0]}")
-        self.context.log.info("recorded", job=order.job, info=last.decode(errors="replace").strip())
-        return True
-
-    async def _over(self, order: PrepareOrder) -> bool:
-        entry = await self.kv.get(registry.job_key(order.tenant, order.job), JobState)
-        return entry is not None and entry.value.phase in TERMINAL
-
     async def _dataset(self, path: Path) -> Dataset:
-        if path not in self.datasets or self.datasets[path].replaced:
-            self.datasets[path] = await asyncio.to_thread(opened, path)
-            for key in list(self.encoded):  # in one go: threads put pictures there
-                if key[0].root == path:  # of what lay there before
-                    self.encoded.pop(key, None)
-        return self.datasets[path]
+        dataset = self.datasets.get(path)
+        if dataset is None or dataset.replaced:
+            dataset = await asyncio.to_thread(opened, path)
+            if (before := self.datasets.pop(path, None)) is not None:
+                await asyncio.to_thread(self._forget, before)
+            self.datasets[path] = dataset
+        self.datasets.move_to_end(path)
+        while len(self.datasets) > DATASETS:
+            await asyncio.to_thread(self._forget, self.datasets.popitem(last=False)[1])
+        return dataset
+
+    def _forget(self, dataset: Dataset) -> None:
+        """Let go of what is held of a dataset. Who feeds from it right now opens its files again."""
+        dataset.close()
+        with self._encoding:
+            for key in [key for key in self.encoded if key[0] is dataset]:
+                self.encoded_bytes -= weight(self.encoded.pop(key))
 
     async def feed(self, order: FeedOrder) -> None:
         """Put batches [first, last) on the Training Queue."""
@@ -217,6 +182,8 @@ class Environment:
                 "train.batch", batch, msg_id=f"{order.tenant}/{batch.id}", tenant=order.tenant, job=order.job
             )
             self.context.pulse.progress += 1
+        if dataset.rows.held_bytes > HELD_BYTES:  # one column of it is that large
+            await asyncio.to_thread(dataset.close)
 
     def _batch(self, dataset: Dataset, order: FeedOrder, number: int, public: bool) -> TrainingBatch:
         samples: list[TrainingSample] = []
@@ -243,9 +210,12 @@ class Environment:
         found = self.encoded.get(key)
         if found is None:
             found = {camera: encode_image(picture, encoding) for camera, picture in dataset.images(index).items()}
-            self.encoded[key] = found
-            if len(self.encoded) > ENCODED_FRAMES:
-                self.encoded.popitem(last=False)
+            with self._encoding:
+                if key not in self.encoded:
+                    self.encoded[key] = found
+                    self.encoded_bytes += weight(found)
+                while self.encoded_bytes > ENCODED_BYTES:
+                    self.encoded_bytes -= weight(self.encoded.popitem(last=False)[1])
         return found
 
     async def close(self) -> None:
@@ -265,6 +235,11 @@ def opened(path: Path) -> Dataset:
         raise
 
 
+def weight(pictures: dict[str, Image]) -> int:
+    """Bytes of pictures that are kept."""
+    return sum(len(picture.data) for picture in pictures.values())
+
+
 def size(directory: Path) -> int:
     """Bytes of the files below a directory."""
     return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
@@ -276,19 +251,22 @@ async def main(context: Context) -> None:
     await environment.serving.allowances.load()
     service = await context.bus.serve("env.open", environment.open, queue="environment", tenant="*")
     await environment.arriving.open()
-    sweeping = environment.sessions.sweep(), environment.arriving.sweep()
-    beside = [asyncio.create_task(work) for work in (*sweeping, environment.used.publish())]
+    feeds, recordings = context.config.feeds, environment.recordings
     context.pulse.state = "running"
     try:
-        await environment.serving.consume(environment.handle, concurrency=context.config.feeds, stop=context.stop)
+        await side_by_side(
+            environment.serving.consume(environment.handle, concurrency=lambda: feeds + recordings.waiting, stop=context.stop),
+            environment.used.publish(),
+            environment.sessions.sweep(),
+            environment.arriving.sweep(),
+            recordings.sweep(),
+        )
     except NexusError:
         context.log.exception("the bus went away for good")
         raise
     finally:
         await service.stop()
         await environment.arriving.close()
-        for task in beside:
-            task.cancel()
         await environment.close()
 
 

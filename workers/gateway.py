@@ -19,11 +19,12 @@ from typing import Any
 import msgspec
 
 from nexus_bus import offers, plan_data, registry, worker
-from nexus_bus.audit import audit, by_provider, caller
+from nexus_bus.audit import NOTED, Notes, audit, by_provider, caller
 from nexus_bus.bridge import Bridge
+from nexus_bus.budgets import Budgets
 from nexus_bus.bus import Bus, Incoming
 from nexus_bus.bus.page import last_sequence, whole
-from nexus_bus.calls import Reads, Turns
+from nexus_bus.calls import Orders, Reads, Turns
 from nexus_bus.config import GatewayConfig
 from nexus_bus.errors import BadJob, BadMessage, NotFound, Unavailable, from_code
 from nexus_bus.exported import LARGEST
@@ -33,7 +34,7 @@ from schemas.api import CHUNK_BYTES, AccountQuery, Taken, UploadChunk, UploadedI
 from schemas.base import BlobRef
 from schemas.control import Ack, Role
 from schemas.dataset import DatasetAsked, DatasetBegin, DatasetBegun, DatasetCommit, DatasetDrop, DatasetPage, DatasetQuery
-from schemas.environment import OwnPage, OwnQuery
+from schemas.environment import OwnPage, OwnQuery, SessionStep
 from schemas.inference import InferenceReply, InferenceRequest
 from schemas.job import JobCancel, JobPause, JobResume, JobSpec
 from schemas.plan import TERMINAL, JobState
@@ -56,6 +57,7 @@ PATIENT = frozenset(
 )
 # With what something begins that somebody will answer for.
 BEGIN = frozenset({"job.submit", "policy.upload", "policy.import", "env.open", "env.offer", "data.begin"})
+PAID = frozenset({"infer.request", "env.open", "env.call"})  # and refused once a budget of the tenant's is used up
 ID_LENGTH = 200  # of a message id that a tenant chooses
 REASON_LENGTH = 1000  # of why a job is stopped: it is kept with the job
 ORDER_BYTES = 64 << 10  # of an order; it is kept with its job
@@ -82,9 +84,10 @@ class Gateway:
         self.turns = Turns(self.settings.tenant_work)
         self.reads = Reads(context.bus, self.turns)
         self.bridge = Bridge(context.bus, self.turns)
+        self.budgets, self.notes = Budgets(context.bus), Notes(context.bus)
         self.data_turns = Turns(self.settings.tenant_work)  # of their own: a push must not hold up what else is asked
         self.under_way: Counter[str] = Counter()  # by tenant
-        self.ordered: dict[str, tuple[float, float]] = {}  # by tenant: orders it may send at once, as of a time
+        self.orders = Orders()
         self.met: set[str] = set()  # tenants who have ordered something here
         self.assembling = asyncio.Semaphore(ASSEMBLED)
         self.asked: dict[str, Asked] = {}
@@ -131,6 +134,8 @@ class Gateway:
         handlers = self.handlers()
         for call in CALLS:
             handler = handlers[call.local] if call.local in PATIENT else self._in_turn(handlers[call.local])
+            handler = self._noted(call.local, handler) if call.local in NOTED else handler
+            handler = self._paid(handler) if call.local in PAID else handler
             handler = self._for_somebody(handler) if call.local in BEGIN else handler
             await self.bus.serve(call.name, self._within(handler), queue="gateway", tenant="*")
 
@@ -149,6 +154,25 @@ class Gateway:
             if by_provider(incoming) and tenant not in self.met:
                 await check_known(self.bus, tenant)
             return await handler(message, incoming)
+
+        return handle
+
+    def _paid(self, handler: Handler) -> Handler:
+        """Refused once a budget is used up, except what ends the spending."""
+
+        async def handle(message: Any, incoming: Incoming) -> Any:
+            if not (isinstance(message, SessionStep) and message.call.op == "close"):
+                await self.budgets.check(incoming.tokens["tenant"])
+            return await handler(message, incoming)
+
+        return handle
+
+    def _noted(self, name: str, handler: Handler) -> Handler:
+        async def handle(message: Any, incoming: Incoming) -> Any:
+            answer = await handler(message, incoming)
+            # Before the answer: nobody has it of whom it is not known.
+            await self.notes.note(incoming.tokens["tenant"], name, message, caller(incoming))
+            return answer
 
         return handle
 
@@ -199,15 +223,7 @@ class Gateway:
         return Taken(submission=submission, after=0 if stored.duplicate else after, duplicate=stored.duplicate)
 
     def _allow(self, tenant: str) -> None:
-        """So many orders now and then, and fewer all the time: each leaves entries in logs that all tenants share."""
-        clock, settings = time.monotonic(), self.settings
-        left, at = self.ordered.get(tenant, (float(settings.tenant_orders), clock))
-        left = min(settings.tenant_orders, left + (clock - at) * settings.tenant_orders_per_s)
-        if left < 1:
-            raise Unavailable(
-                f"orders: more than {settings.tenant_orders} at once, and {settings.tenant_orders_per_s:g} a second; wait"
-            )
-        self.ordered[tenant] = left - 1, clock
+        self.orders.take(tenant, self.settings.tenant_orders, self.settings.tenant_orders_per_s)
 
     async def _check(self, tenant: str, message: Any) -> None:
         """What is known to be wrong by now is said now."""
@@ -328,7 +344,8 @@ class Gateway:
         asked = self.asked[own] = Asked(request.id, asyncio.get_running_loop().create_future())
         try:
             await self.bus.publish(
-                "infer.request", msgspec.structs.replace(request, id=own), msg_id=f"{tenant}/{own}", tenant=tenant,
+                # Used by the policy's job, whichever the tenant names: logs of all keep an entry for every name.
+                "infer.request", msgspec.structs.replace(request, id=own, job=job), msg_id=f"{tenant}/{own}", tenant=tenant,
                 deadline=QUEUE_S, headers={"Nexus-Reply-To": self.inbox},
             )  # fmt: skip
             reply = await asyncio.wait_for(asked.reply, self.settings.infer_timeout_s)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from nexus_bus import faults, telemetry, worker
 from nexus_bus.bus import Bus, Delivery, inference_durable
+from nexus_bus.bus.codec import brief
 from nexus_bus.errors import BadMessage, NexusError, NotFound
 from nexus_bus.loading import Loader
 from nexus_bus.models import process
@@ -40,6 +41,7 @@ DRAIN_S = 1.0  # for answers on their way when told to stop
 HOLD_S = 0.6  # what is held is said to be in progress this often; less than a third of the durable's ack_wait
 CANARY_IDLE_S = 0.02  # nothing came for so long: the canary runs
 CANARY_GROUPS = 50  # or so many groups after its answer
+TELL_S, TOLD = 1.0, 20  # of a tenant's refused requests so many become events, then one in so many seconds
 
 
 @dataclass(eq=False)
@@ -83,6 +85,7 @@ class Inference:
         self.held: set[Delivery] = set()
         self.ready: deque[Ask] = deque()  # set aside before, and their versions are there now
         self.tasks: set[asyncio.Task[None]] = set()
+        self.told: dict[str, float] = {}  # by tenant, when the next refused request is due to become an event
         self.groups = self.answers = 0
         self.canaries: deque[Canary] = deque()
 
@@ -151,8 +154,9 @@ class Inference:
                 await self.decode()
             if self.canaries and (not group or self.groups - self.canaries[0].number >= CANARY_GROUPS):
                 await self.compare(self.canaries.popleft())
-        if self.tasks:
-            await asyncio.wait(self.tasks, timeout=DRAIN_S)
+        ends = time.monotonic() + DRAIN_S
+        while self.tasks and (left := ends - time.monotonic()) > 0:  # an answer may leave refusals to another
+            await asyncio.wait(self.tasks, timeout=left)
 
     async def collect(self) -> list[Ask]:
         """A group, closed by its size or by the pace: see nexus_bus/pace.py. May be empty."""
@@ -269,7 +273,7 @@ class Inference:
             )  # fmt: skip
             acted = result.acted
             if acted is None:
-                await self.refuse(ask.delivery, ask.request, result.error or NotFound("no answer"))
+                self.later(self.refuse(ask.delivery, ask.request, result.error or NotFound("no answer")), ask.delivery)
                 continue
             reply = InferenceReply(
                 id=ask.request.id,
@@ -318,17 +322,23 @@ class Inference:
 
     async def unreadable(self, delivery: Delivery, error: BadMessage) -> None:
         """Answer what cannot be decoded by its message id, which askers set to the request's, and keep it as a dead letter."""
-        await self.send(delivery, InferenceReply(id=delivery.msg_id, error=str(error), error_code=error.code))
+        await self.send(delivery, InferenceReply(id=delivery.msg_id, error=brief(str(error)), error_code=error.code))
         await delivery.reject(str(error))
-        await self.context.event("request.refused", delivery.tenant, key=delivery.msg_id, message=str(error))
+        await self.tell(delivery.tenant, "_", delivery.msg_id, error)
 
     async def refuse(self, delivery: Delivery, request: InferenceRequest, error: NexusError) -> None:
         """Answer with the error, and let the request go: repeating it would not help."""
-        await self.send(delivery, InferenceReply(id=request.id, error=str(error), error_code=error.code))
-        await self.context.event(
-            "request.refused", delivery.tenant, job=request.job, key=f"refused/{request.id}", message=str(error)
-        )
+        await self.send(delivery, InferenceReply(id=request.id, error=brief(str(error)), error_code=error.code))
+        await self.tell(delivery.tenant, request.job, f"refused/{request.id}", error)
         await delivery.ack()
+
+    async def tell(self, tenant: str, job: str, key: str, error: NexusError) -> None:
+        """As an event, unless the tenant had many of late: they would push everybody's out, and who asked has an answer."""
+        clock = time.monotonic()
+        due = max(self.told.get(tenant, 0.0), clock - (TOLD - 1) * TELL_S)
+        if due <= clock:
+            self.told[tenant] = due + TELL_S
+            await self.context.event("request.refused", tenant, job=job, key=key, message=str(error))
 
     async def send(self, delivery: Delivery, reply: InferenceReply) -> None:
         """To the asker's inbox; a request without one is a tenant's fire and forget, and only its event remains."""

@@ -13,6 +13,7 @@ import time
 import uuid
 from collections import defaultdict, deque
 from collections.abc import Awaitable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -239,15 +240,19 @@ class Trainer:
         started, canary_s = time.perf_counter(), self.group.canary.seconds
         lost = self.parking.use([seat.slot for seat in seats])
         members, failed = [], {position: MemberResult(None, error, 0.0, 0.0, 0, 0, None) for position, error in lost.items()}
+        read_s = [0.0] * len(seats)
         for position, seat in enumerate(seats):
             if position in failed:
                 continue
+            began = time.perf_counter()
             try:
                 members.append(seat.next_work())
             except Exception as error:  # noqa: BLE001 - whatever is wrong with its records, the others of the group go on
                 failed[position] = MemberResult(None, error, 0.0, 0.0, 0, 0, None)
+            read_s[position] = time.perf_counter() - began  # its pictures are its own, whatever comes of it
         results = iter(self.group.run(members))
         outcomes = [failed.get(position) or next(results) for position in range(len(seats))]
+        outcomes = [replace(one, private_s=one.private_s + spent) for one, spent in zip(outcomes, read_s, strict=True)]
         self.used.add(PROVIDER, "canary", canary_s := self.group.canary.seconds - canary_s)
         return charged(outcomes, time.perf_counter() - started - canary_s)
 

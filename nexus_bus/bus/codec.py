@@ -9,7 +9,8 @@ from schemas.subjects import Codec, SubjectEntry
 
 CONTENT_TYPES: dict[Codec, str] = {"json": "application/json", "msgpack": "application/msgpack"}
 MAX_PAYLOAD = 8 * 1024 * 1024  # of one message; the server's limit
-QUOTED = 200  # characters of either end of a long error
+QUOTED = 400  # characters of what was found, in an error
+SAID = 2000  # of whatever else is told: logs and events are kept for long
 MAX_BLOB_MESSAGE = 64 * 1024 * 1024  # of a message that travelled by the object store
 
 _JSON = msgspec.json.Encoder()
@@ -66,15 +67,15 @@ def decode(row: SubjectEntry, payload: bytes, kind: str | None = None, *, reply:
             # What it says is kept and sent on as JSON, which has no infinity: an unreadable copy would stop whoever reads it.
             message = _decoder(wanted, CONTENT_TYPES["json"]).decode(_JSON.encode(message))
     except msgspec.ValidationError as error:
-        raise BadMessage(f"{row.name}: {_brief(str(error))}") from None
+        raise BadMessage(f"{row.name}: {brief(str(error), QUOTED)}") from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BadMessage(f"{row.name}: not readable as {kind}: {error}") from None
     return message
 
 
-def _brief(text: str) -> str:
+def brief(text: str, most: int = SAID) -> str:
     """An error may quote a value of any length: its beginning, and its end, which names the field."""
-    return text if len(text) <= 2 * QUOTED else f"{text[:QUOTED]} … {text[-QUOTED:]}"
+    return text if len(text) <= most else f"{text[: most // 2]} … {text[-(most // 2) :]}"
 
 
 def _decoder(wanted: type, kind: str) -> Any:

@@ -67,15 +67,20 @@ class Loop:
         puller = await self.bus.pull(self.durable, batch=concurrency, counted=True, on_dead=self.on_dead)
         await self.serve(puller, concurrency, grace)
 
-    async def serve(self, source: Source, concurrency: int, grace: float) -> None:
-        """Until `stop` is set. Then no more is taken, handlers have `grace` seconds, and the rest is handed back."""
+    async def serve(self, source: Source, concurrency: int | Callable[[], int], grace: float) -> None:
+        """Until `stop` is set. Then no more is taken, handlers have `grace` seconds, and the rest is handed back.
+
+        Args:
+            concurrency: messages in hand at most; called anew each time, if some in hand only wait.
+        """
+        most = concurrency if callable(concurrency) else lambda: concurrency
         running: set[asyncio.Task[None]] = set()
         try:
             while not self.stop.is_set():
-                if len(running) >= concurrency:
+                if (room := most() - len(running)) <= 0:
                     await asyncio.wait(running, timeout=TICK_S, return_when=asyncio.FIRST_COMPLETED)
                     continue
-                for delivery in await source.get(concurrency - len(running), wait=TICK_S):
+                for delivery in await source.get(room, wait=TICK_S):
                     task = asyncio.create_task(self.in_turn(delivery, source))
                     running.add(task)
                     task.add_done_callback(running.discard)

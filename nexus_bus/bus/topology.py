@@ -34,6 +34,7 @@ class Stream:
     per_subject: int = -1  # messages of one tenant (or job) before that one alone is refused
     duplicates_s: float = 120.0  # how long a message id is remembered
     rollup: bool = False  # whether a message may take the place of all others of its subject
+    remembered: int = -1  # of a log, messages of one tenant (or job) before its own oldest go: nobody pushes out another's
 
 
 STREAMS: tuple[Stream, ...] = (
@@ -42,11 +43,11 @@ STREAMS: tuple[Stream, ...] = (
     Stream("INFERENCE", work=True, max_bytes=512 * MB, memory=True, per_subject=1024, duplicates_s=30.0),
     Stream("TRAINING", work=True, max_bytes=1024 * MB, per_subject=4096, duplicates_s=600.0),
     Stream("UPLOADS", work=False, max_bytes=8192 * MB, max_age_s=HOUR_S, per_subject=4096, duplicates_s=600.0),
-    Stream("EVENTS", work=False, max_bytes=256 * MB, max_age_s=30 * DAY_S, duplicates_s=600.0),
+    Stream("EVENTS", work=False, max_bytes=256 * MB, max_age_s=30 * DAY_S, duplicates_s=600.0, remembered=20_000),
     Stream("EVALS", work=False, max_bytes=256 * MB, max_age_s=400 * DAY_S, duplicates_s=600.0),
     Stream("FILMS", work=False, max_bytes=512 * MB, max_age_s=30 * DAY_S, duplicates_s=600.0),
     Stream("USAGE", work=False, max_bytes=256 * MB, max_age_s=400 * DAY_S, duplicates_s=600.0, rollup=True),
-    Stream("AUDIT", work=False, max_bytes=256 * MB, max_age_s=400 * DAY_S),
+    Stream("AUDIT", work=False, max_bytes=256 * MB, max_age_s=400 * DAY_S, remembered=30_000),
     Stream("TRACES", work=False, max_bytes=256 * MB, max_age_s=DAY_S),
     Stream("DEAD", work=False, max_bytes=1024 * MB, max_age_s=30 * DAY_S, duplicates_s=600.0),
 )
@@ -147,7 +148,7 @@ def _configs(replicas: int) -> Iterator[StreamConfig]:
             max_age=stream.max_age_s,
             discard=DiscardPolicy.NEW if stream.work or stream.per_subject > 0 else DiscardPolicy.OLD,
             allow_direct=not stream.work,  # logs are read in pages by many
-            max_msgs_per_subject=stream.per_subject,
+            max_msgs_per_subject=max(stream.per_subject, stream.remembered),
             discard_new_per_subject=stream.per_subject > 0,
             duplicate_window=stream.duplicates_s,
             allow_rollup_hdrs=stream.rollup,

@@ -37,7 +37,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "server": ("server", "What a nats-server of your own has to be told."),
     "trace": ("operate", "The waterfall of one trace."),
     "metrics": ("metrics", "Serve numbers for Prometheus."),
-    "dead": ("operate", "Messages that were given up: list, show, retry, drop."),
+    "dead": ("dead", "Messages that were given up: list, show, retry, drop."),
     "config": ("operate", "Settings of a role and where each comes from."),
     "data": ("data", "Datasets: inspect, check, convert, record."),
     "env": ("env", "Simulators with packages of their own: list, install, check."),

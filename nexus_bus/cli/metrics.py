@@ -5,7 +5,7 @@ import signal
 
 import click
 
-from nexus_bus.cli.options import asynchronous, default_url
+from nexus_bus.cli.options import asynchronous, url_option
 from nexus_bus.errors import Denied, Refused, Unavailable
 
 
@@ -24,7 +24,7 @@ class _Address(click.ParamType):
     "--listen", type=_Address(), default="127.0.0.1:9464", show_default=True, help="Where to serve; 0.0.0.0:9464 for all."
 )
 @click.option("--by-tenant", is_flag=True, help="Add numbers of each tenant, with its name.")
-@click.option("--url", default=default_url, show_default="NEXUS_URL, else that of `nexus up`", help="NATS server.")
+@url_option
 @asynchronous
 async def metrics_command(listen: tuple[str, int], by_tenant: bool, url: str) -> None:
     """Serve numbers for Prometheus: queues, workers, jobs, lag and device time, over all tenants.

@@ -37,14 +37,19 @@ def _use_creds(_context: click.Context, _parameter: click.Parameter, value: str 
         os.environ[config.CREDS] = value  # where every connection of this process looks
 
 
+def url_option(command: Command) -> Command:
+    """`--url`."""
+    shown = "NEXUS_URL, else that of `nexus up`"
+    return click.option("--url", default=default_url, show_default=shown, help="NATS server.")(command)
+
+
 def bus_options(command: Command) -> Command:
     """`--url`, `--tenant` and `--creds`."""
-    url = click.option("--url", default=default_url, show_default="NEXUS_URL, else that of `nexus up`", help="NATS server.")
     tenant = click.option(
         "--tenant", default=default_tenant, show_default="NEXUS_TENANT, else whom the credentials speak for",
         help="On whose behalf.",
     )  # fmt: skip
-    return url(tenant(creds_option(command)))
+    return url_option(tenant(creds_option(command)))
 
 
 def creds_option(command: Command) -> Command:

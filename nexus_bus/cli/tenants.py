@@ -20,10 +20,10 @@ from nexus_bus.cli.options import (
     bus_options,
     connect,
     console,
-    default_url,
     json_option,
     pairs,
     print_json,
+    url_option,
 )
 from nexus_bus.errors import BadJob, Unavailable
 from schemas.tenant import TenantKey, TenantRecord
@@ -46,8 +46,7 @@ def authority_option(command: Any) -> Any:
 
 def operator_options(command: Any) -> Any:
     """`--url` and `--authority`."""
-    url = click.option("--url", default=default_url, show_default="NEXUS_URL, else that of `nexus up`", help="NATS server.")
-    return url(authority_option(command))
+    return url_option(authority_option(command))
 
 
 def out_options(command: Any) -> Any:

@@ -61,7 +61,7 @@ class FilmWriter:
         from av.error import FFmpegError
 
         try:
-            with av.open(str(source)) as film:
+            with av.open(str(source), format="mp4", container_options={"protocol_whitelist": "file"}) as film:
                 stream = film.streams.video[0]
                 if [stream.height, stream.width] != self._shape[:2]:
                     raise BadMessage(f"{source.name}: film of {stream.height}x{stream.width}, expected {self._shape[:2]}")

@@ -87,7 +87,8 @@ class _Decoder:
         self._failures = (FFmpegError, OSError, ValueError, EOFError)
         self._fps = fps
         try:
-            self._container = av.open(str(path))
+            # Left to guess, it takes a playlist for one, which names other files and addresses.
+            self._container = av.open(str(path), format="mp4", container_options={"protocol_whitelist": "file"})
         except self._failures as error:
             raise BadMessage(f"{where}: no whole film: {error}") from error
         streams = self._container.streams.video

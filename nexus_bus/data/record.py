@@ -3,9 +3,11 @@
 A frame is what was seen before an action, and the action that was wanted there; with noise another one was executed, so that
 the data also shows the way back. The same spec and seed of an expert give the same bytes.
 
-`python -m nexus_bus.data.record DOCUMENT` is how workers/environment.py runs it, in a process that may crash.
+`python -m nexus_bus.data.record DOCUMENT` is how nexus_bus/recording.py runs it, in a process that may crash. Told to end
+(SIGTERM) it rests: the episodes that it has stay, and the same document goes on with the next attempt.
 """
 
+import signal
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -30,6 +32,7 @@ IMAGES = "observation.images."
 
 Keep = Literal["successes", "all"]
 Progress = Callable[[int, int], None]
+Asked = Callable[[], bool]  # whether it is to rest
 
 
 class Order(msgspec.Struct, frozen=True):
@@ -38,6 +41,11 @@ class Order(msgspec.Struct, frozen=True):
     environment: EnvironmentSpec
     expert: ExpertSpec
     root: str
+    key: str = ""  # whose it is; what rests is gone on with under the same one
+
+
+class Rested(Exception):
+    """A recording rests."""
 
 
 class Take:
@@ -100,13 +108,18 @@ def record(
 
     Raises:
         ContractError: it succeeds too rarely.
+        Rested: `play` raised it; what was kept stays, and a writer of the same key goes on with the attempt that was under way.
     """
-    attempts = kept = successes = 0
+    attempts, successes, kept = writer.note.get("attempts", 0), writer.note.get("successes", 0), writer.episodes
     with writer:
         while kept < episodes:
             if attempts >= PATIENCE * episodes + 16:
                 raise ContractError(f"{who}: {successes} successes in {attempts} tries")
-            take = play(attempts)
+            try:
+                take = play(attempts)
+            except Rested:
+                writer.rest({"attempts": attempts, "successes": successes})
+                raise
             attempts += 1
             successes += take.success
             if take.success or keep == "all":
@@ -127,16 +140,21 @@ def record_expert(
     *,
     keep: Keep = "successes",
     fps: int | None = None,
+    key: str = "",
+    asked: Asked = lambda: False,
 ) -> DatasetInfo:
     """Record `expert.episodes` episodes of the scripted expert; see `record`.
 
     Args:
         keep: all episodes, or successful ones alone.
         fps: default the environment's.
+        key: of the writer.
+        asked: looked at before each step.
 
     Raises:
         NotFound: the environment has no expert.
         ContractError: the expert (with this noise) succeeds too rarely; nothing is left behind.
+        Rested: it was asked to.
     """
     if is_own(spec.id) or not describe(spec).expert:
         raise NotFound(f"environment {spec.id} has no scripted expert; give a dataset instead, or let a policy play")
@@ -144,8 +162,8 @@ def record_expert(
     known = session.description
     try:
         return record(
-            lambda attempt: _demonstration(session, expert, attempt),
-            DatasetWriter(root, fps or fps_of(spec.id), features_of(known.action, known.observation, pictures), spec.id),
+            lambda attempt: _demonstration(session, expert, attempt, asked),
+            DatasetWriter(root, fps or fps_of(spec.id), features_of(known.action, known.observation, pictures), spec.id, key),
             who=f"expert of {spec.id}/{spec.task} with noise {expert.noise:g}",
             episodes=expert.episodes,
             keep=keep,
@@ -155,11 +173,13 @@ def record_expert(
         session.close()
 
 
-def _demonstration(session: Session, expert: ExpertSpec, attempt: int) -> Take:
+def _demonstration(session: Session, expert: ExpertSpec, attempt: int, asked: Asked) -> Take:
     rng = np.random.Generator(np.random.PCG64(derive_seed(expert.seed, "noise", attempt)))
     observed = session.reset(expert.seed, attempt)
     take = Take(session.description.observation.cameras)
     while session.end == "running":
+        if asked():
+            raise Rested
         action = session.expert()
         executed = action + rng.normal(0.0, expert.noise, action.shape) if expert.noise else action
         done = session.step(executed[None])
@@ -171,12 +191,17 @@ def _demonstration(session: Session, expert: ExpertSpec, attempt: int) -> Take:
 def main() -> None:
     """Record what the document on the command line says. Prints a line after each attempt, and what was written as the last."""
     order = msgspec.json.decode(sys.argv[1], type=Order)
+    told: list[int] = []
+    signal.signal(signal.SIGTERM, lambda signum, _: told.append(signum))
 
     def progress(kept: int, attempts: int) -> None:
         sys.stdout.write(f'{{"episodes":{kept},"attempts":{attempts}}}\n')
         sys.stdout.flush()
 
-    info = record_expert(order.environment, order.expert, order.root, progress)
+    try:
+        info = record_expert(order.environment, order.expert, order.root, progress, key=order.key, asked=lambda: bool(told))
+    except Rested:
+        return
     sys.stdout.write(msgspec.json.encode(info).decode() + "\n")
 
 

@@ -20,8 +20,10 @@ from nexus_bus.errors import BadMessage
 
 HELD_BYTES = 256 << 20
 OPEN_TABLES = 16
-MAX_GROUP = 2 << 30  # unpacked bytes of one row group, as its footer says
-BATCH = 65_536  # rows of a batch of numbers
+MAX_GROUP = 1 << 30  # unpacked bytes of one column of a row group
+AT_ONCE = 4  # pictures unpacked before that is looked at: a file may hold one once and name it in every row
+BATCH = 65_536  # rows of a batch of numbers …
+BATCH_BYTES = 64 << 20  # … which are fewer if a row holds many of them
 _ENDS = b"PAR1"
 
 
@@ -96,7 +98,10 @@ class Rows:
             begin = table.begin
             present = [key for key in keys if key in file.schema_arrow.names]
             try:
-                for batch in file.iter_batches(BATCH, columns=present):
+                for group in range(file.num_row_groups if present else 0):
+                    for key in present:
+                        self._check_size(file, group, key, table.name)
+                for batch in file.iter_batches(_batch([self._features[key] for key in present]), columns=present):
                     yield begin, {key: matrix(batch[key], self._features[key], table.name, key) for key in present}
                     begin += batch.num_rows
             except (OSError, ValueError, pa.ArrowException) as error:
@@ -168,17 +173,37 @@ class Rows:
         name = self.tables[number].name
         if key not in file.schema_arrow.names:
             raise BadMessage(f"{name}: no column {key}, which {INFO} names as a feature")
-        meta = file.metadata.row_group(group)
-        if meta.total_byte_size > MAX_GROUP:
-            raise BadMessage(f"{name}: row group {group} unpacks to {meta.total_byte_size} bytes; {MAX_GROUP} is the limit")
+        feature, rows = self._features[key], begins[group + 1] - begins[group]
+        pictures = feature["dtype"] in PICTURES
+        self._check_size(file, group, key, name)
+        pieces: list[Any] = []
+        held = found = 0
         try:
-            column = file.read_row_group(group, columns=[key])[key].combine_chunks()
+            for batch in file.iter_batches(AT_ONCE if pictures else _batch([feature]), row_groups=[group], columns=[key]):
+                pieces.append(batch[key] if pictures else matrix(batch[key], feature, name, key))
+                held, found = held + pieces[-1].nbytes, found + len(pieces[-1])
+                if held > MAX_GROUP:
+                    raise BadMessage(_too_large(name, key, group, f"more than {MAX_GROUP}"))
         except (OSError, ValueError, pa.ArrowException) as error:
             raise BadMessage(f"{name}: {key} is not readable: {error}") from error
         self.groups_read += 1
-        if len(column) != begins[group + 1] - begins[group]:
-            raise BadMessage(f"{name}: {key} has {len(column)} rows, its footer says {begins[group + 1] - begins[group]}")
-        return column if self._features[key]["dtype"] in PICTURES else matrix(column, self._features[key], name, key)
+        if found != rows or not pieces:
+            raise BadMessage(f"{name}: {key} has {found} rows, its footer says {rows}")
+        if pictures:
+            return pa.chunked_array(pieces)
+        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+
+    def _check_size(self, file: pq.ParquetFile, group: int, key: str, name: str) -> None:
+        """What the footer says of a column. Of packed data that says little, but cells of any number of numbers show there."""
+        meta, feature = file.metadata.row_group(group), self._features[key]
+        wanted = meta.num_rows * (1 if feature["dtype"] in PICTURES else max(1, math.prod(feature["shape"])))
+        for column in (meta.column(number) for number in range(meta.num_columns)):
+            if column.path_in_schema == key or column.path_in_schema.startswith(f"{key}."):
+                if column.total_uncompressed_size > MAX_GROUP:
+                    raise BadMessage(_too_large(name, key, group, str(column.total_uncompressed_size)))
+                if column.num_values > wanted:
+                    each = column.num_values / max(meta.num_rows, 1)
+                    raise BadMessage(f"{name}: {key} has {each:g} numbers a row, {INFO} says shape {feature['shape']}")
 
     def _count(self, number: int, group: int) -> None:
         _, begins = self._file(number)
@@ -191,6 +216,16 @@ class Rows:
                 f"{self.tables[number].name}: row {begins[group] + row} has index {found.ravel()[row]}, expected {first + row}"
             )
         self._counted.add((number, group))
+
+
+def _batch(features: Sequence[Feature]) -> int:
+    """Rows of a batch of such numbers."""
+    size = sum(8 * math.prod(feature["shape"]) for feature in features)
+    return max(1, min(BATCH, BATCH_BYTES // max(1, size)))
+
+
+def _too_large(name: str, key: str, group: int, size: str) -> str:
+    return f"{name}: {key} of row group {group} unpacks to {size} bytes; {MAX_GROUP} is the limit; write smaller row groups"
 
 
 def matrix(column: pa.Array | pa.ChunkedArray, feature: Feature, name: str, key: str) -> np.ndarray:

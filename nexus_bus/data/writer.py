@@ -1,7 +1,8 @@
 """Write a LeRobot v3.0 dataset, episode by episode. Fed by data/record.py and data/convert.py.
 
 Everything goes into a hidden folder beside the target, which `finalize` renames into place as its last act: a writer that
-was killed leaves nothing that looks like a dataset, and a new recording replaces an old one whole. Pictures are stored as
+was killed leaves nothing that looks like a dataset, and a new recording replaces an old one whole. One that rests keeps that
+folder, and another writer goes on from there. Pictures are stored as
 PNG bytes inside the parquet files (dtype "image", exact) or as one H.264 film per camera (dtype "video", small).
 """
 
@@ -28,6 +29,7 @@ from nexus_bus.errors import BadMessage, Conflict, Refused
 from nexus_bus.tensors import encode_image
 
 DATA_MB = 100
+REST = "rest.json"  # of a writing that rests, in its hidden folder
 EPISODES_AT_ONCE = 200  # whose statistics wait in memory to be written
 
 Pictures = np.ndarray | Sequence[np.ndarray]  # `[n, H, W, 3]` uint8, or one by one for an episode that is large
@@ -42,20 +44,38 @@ class DatasetInfo(msgspec.Struct, frozen=True):
     success: float = 1.0
 
 
+class Rest(msgspec.Struct, frozen=True):
+    """Where a writing rests."""
+
+    whose: str
+    note: dict[str, int]
+    episodes: int
+    frames: int
+    table_file: int
+    tasks: dict[str, int]
+    counts: dict[str, list[list[int]]]
+
+
 class DatasetWriter:
-    """A context manager: leaving it without `finalize` throws the recording away.
+    """A context manager: leaving it without `finalize` or `rest` throws the recording away.
 
     Args:
         root: folder of the dataset; its parent is created.
         fps: frames per second, nominal; an integer, as the format wants it.
         features: key -> {"dtype": a number's, "image" or "video", "shape": [...], "names": ...}.
+        whose: what is written, if it may `rest`: one that rests under the same name is gone on with.
+
+    Attributes:
+        episodes: that are written.
+        note: what was given to `rest`, where this goes on; else empty.
+
     Raises:
         Conflict: another process is recording the same dataset.
         Refused: there is something at `root` that is no dataset.
         BadMessage: a feature or a frame that does not fit; the text names it.
     """
 
-    def __init__(self, root: Path | str, fps: int, features: Mapping[str, Feature], robot_type: str) -> None:
+    def __init__(self, root: Path | str, fps: int, features: Mapping[str, Feature], robot_type: str, whose: str = "") -> None:
         self.root = Path(root)
         if self.root.exists() and not (self.root / INFO).is_file() and (not self.root.is_dir() or any(self.root.iterdir())):
             raise Refused(f"{self.root}: holds something that is no dataset, which writing one there would replace")
@@ -71,13 +91,15 @@ class DatasetWriter:
         self._counts = {key: np.zeros((3, 256), np.int64) for key, f in self._features.items() if f["dtype"] in PICTURES}
         self._tasks: dict[str, int] = {}
         self._waiting: list[dict[str, Any]] = []  # episodes whose rows are not in the table yet
-        self._episodes = self._frames = 0
+        self.episodes = self._frames = 0
+        self.note: dict[str, int] = {}
+        self._whose = whose
         self._schema = tables.schema(self._features)
         self._table: pq.ParquetWriter | None = None
         self._episode_table: pq.ParquetWriter | None = None
         self._table_path = Path()
         self._table_file = -1
-        self._partial = self.root.parent / f".{self.root.name}.partial"
+        self._partial = partial(self.root)
         self._films = {
             key: FilmWriter(self._partial, key, fps, feature["shape"])
             for key, feature in self._features.items()
@@ -93,8 +115,9 @@ class DatasetWriter:
         except OSError as error:
             self._lock.close()
             raise Conflict(f"dataset {self.root.name}: another process is recording it") from error
-        shutil.rmtree(self._partial, ignore_errors=True)  # what a killed writer left
-        self._partial.mkdir()
+        if not self._goes_on():
+            shutil.rmtree(self._partial, ignore_errors=True)  # what a killed writer left
+            self._partial.mkdir()
 
     def __enter__(self) -> "DatasetWriter":
         return self
@@ -122,11 +145,11 @@ class DatasetWriter:
         columns: dict[str, Any] = dict(frames) | {
             "timestamp": (np.arange(length) / self.fps).astype(np.float32),
             "frame_index": np.arange(length),
-            "episode_index": np.full(length, self._episodes),
+            "episode_index": np.full(length, self.episodes),
             "index": np.arange(self._frames, self._frames + length),
             "task_index": np.array(numbers),
         }
-        episode: dict[str, Any] = {"episode_index": self._episodes, "tasks": list(dict.fromkeys(said)), "length": length}
+        episode: dict[str, Any] = {"episode_index": self.episodes, "tasks": list(dict.fromkeys(said)), "length": length}
         rows, seen, where = {}, {}, {}
         for key, values in columns.items():
             if key in self._counts:
@@ -143,14 +166,46 @@ class DatasetWriter:
         for key, statistic in seen.items():
             episode |= {f"stats/{key}/{name}": value for name, value in plain(statistic).items()}
         self._waiting.append(episode | {"meta/episodes/chunk_index": 0, "meta/episodes/file_index": 0})
-        self._episodes += 1
+        self.episodes += 1
         self._frames += length
         if len(self._waiting) >= EPISODES_AT_ONCE:
             self._write_episodes()
 
+    def rest(self, note: dict[str, int]) -> None:
+        """Close it, so that a writer of the same name goes on from here. Films cannot be gone on with."""
+        if self.episodes:
+            self._write_episodes()
+        self._close_files()
+        if self.episodes:
+            shutil.copyfile(self._partial / EPISODES_PATH, self._partial / f"episodes-{self.episodes}.parquet")
+        counts = {key: count.tolist() for key, count in self._counts.items()}
+        rest = Rest(self._whose, note, self.episodes, self._frames, self._table_file, self._tasks, counts)
+        fresh = self._partial / f"{REST}.new"
+        fresh.write_bytes(msgspec.json.encode(rest))
+        fresh.replace(self._partial / REST)  # whole, or as it was
+        self._lock.close()
+
+    def _goes_on(self) -> bool:
+        """Whether there is something to go on with. A writer that is killed later leaves it as it was found."""
+        rest = resting(self.root)
+        if not self._whose or rest is None or rest.whose != self._whose:
+            return False
+        self.note, self.episodes, self._frames, self._table_file = rest.note, rest.episodes, rest.frames, rest.table_file
+        self._tasks = dict(rest.tasks)
+        self._counts = {key: np.array(count, np.int64) for key, count in rest.counts.items()}
+        if self.episodes:
+            written = pq.read_table(self._partial / f"episodes-{self.episodes}.parquet")
+            self._episode_table = pq.ParquetWriter(self._partial / EPISODES_PATH, written.schema)
+            self._episode_table.write_table(written)
+        kept = {self._partial / DATA_PATH.format(**place(number)) for number in range(self._table_file + 1)}
+        for path in self._partial.glob("data/*/*"):
+            if path not in kept:
+                path.unlink()
+        return True
+
     def finalize(self) -> DatasetInfo:
         """Write the metadata and put the dataset in place. Raises BadMessage for one without episodes."""
-        if not self._episodes:
+        if not self.episodes:
             raise BadMessage(f"dataset {self.root.name}: no episodes to write")
         self._write_episodes()
         self._close_files()
@@ -158,6 +213,8 @@ class DatasetWriter:
         statistics = json.dumps({key: plain(self._total(key)) for key in self._features})
         (self._partial / "meta/stats.json").write_text(statistics)
         (self._partial / "meta/info.json").write_text(json.dumps(self._info(), indent=2))
+        for left in (*self._partial.glob("episodes-*.parquet"), *self._partial.glob(f"{REST}*")):
+            left.unlink()
         retired = self.root.parent / f".{self.root.name}.replaced"
         shutil.rmtree(retired, ignore_errors=True)
         with contextlib.suppress(FileNotFoundError):
@@ -165,7 +222,7 @@ class DatasetWriter:
         self._partial.rename(self.root)
         shutil.rmtree(retired, ignore_errors=True)
         self._lock.close()
-        return DatasetInfo(self._episodes, self._frames)
+        return DatasetInfo(self.episodes, self._frames)
 
     def _checked(self, frames: Mapping[str, Pictures]) -> int:
         given = {key for key in self._features if key not in INDEX}
@@ -224,7 +281,7 @@ class DatasetWriter:
     def _write_episodes(self) -> None:
         if self._episode_table is None:
             path = self._partial / EPISODES_PATH
-            path.parent.mkdir(parents=True)
+            path.parent.mkdir(parents=True, exist_ok=True)
             self._episode_table = pq.ParquetWriter(path, pa.Table.from_pylist(self._waiting).schema)
         if self._waiting:
             self._episode_table.write_table(pa.Table.from_pylist(self._waiting, schema=self._episode_table.schema))
@@ -257,15 +314,28 @@ class DatasetWriter:
         return {
             "codebase_version": VERSION,
             "robot_type": self.robot_type,
-            "total_episodes": self._episodes,
+            "total_episodes": self.episodes,
             "total_frames": self._frames,
             "total_tasks": len(self._tasks),
             "chunks_size": CHUNK,
             "data_files_size_in_mb": DATA_MB,
             "video_files_size_in_mb": VIDEO_MB,
             "fps": self.fps,
-            "splits": {"train": f"0:{self._episodes}"},
+            "splits": {"train": f"0:{self.episodes}"},
             "data_path": DATA_PATH,
             "video_path": VIDEO_PATH if self._films else None,
             "features": self._features,
         }
+
+
+def partial(root: Path) -> Path:
+    """The hidden folder of a dataset that is being written, or whose writing rests."""
+    return root.parent / f".{root.name}.partial"
+
+
+def resting(root: Path) -> Rest | None:
+    """Where the writing of a dataset rests, if it does."""
+    try:
+        return msgspec.json.decode((partial(root) / REST).read_bytes(), type=Rest)
+    except (FileNotFoundError, NotADirectoryError, msgspec.DecodeError):
+        return None

@@ -273,7 +273,7 @@ class SimulatorHost:
         try:
             child = psutil.Process(self.pid)
             while not self._answers.over.done() and child.status() != psutil.STATUS_ZOMBIE:
-                used = _held(child, self._memory)
+                used = held(child, self._memory)
                 if used > self._memory:
                     limit = f"more than its limit of {self._memory / 1e9:.2f} GB"
                     self._expire(f"simulator held {used / 1e9:.2f} GB of memory, {limit} (memory_gb), and was killed")
@@ -307,7 +307,7 @@ class SimulatorHost:
             os.killpg(self._process.pid, signal.SIGKILL)
 
 
-def _held(child: psutil.Process, limit: int) -> int:
+def held(child: psutil.Process, limit: int) -> int:
     """Bytes that a process and whatever it started hold in memory; more than `limit` only if that is so without counting twice
     what they share, which takes longer to find out.
     """

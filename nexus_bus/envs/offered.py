@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 
 from nexus_bus.envs.entry import END, EnvironmentEntry, Option, Options, steps
 from nexus_bus.errors import BadMessage
+from nexus_bus.pixels import pixels
 from schemas.base import Image
 from schemas.environment import Observation, OwnOffer, OwnTask, SessionCall, SessionReply
 from schemas.policy import ActionSpec, ObservationSpec
@@ -97,8 +98,8 @@ def _wrong(task: OwnTask) -> Iterator[str]:
     for camera, (height, width, _) in seen.cameras.items():
         if max(height, width) > SIDE or len(camera) > 100 or not camera.isprintable():
             yield f"observation.cameras: {camera[:100]!r} of {height} x {width}; at most {SIDE} pixels a side"
-    if (pixels := sum(height * width for height, width, _ in seen.cameras.values())) > PIXELS:
-        yield f"observation.cameras: {pixels} pixels in all; at most {PIXELS}"
+    if (shown := pixels(seen.cameras)) > PIXELS:
+        yield f"observation.cameras: {shown} pixels in all; at most {PIXELS}"
 
 
 def unlike(offer: OwnOffer, other: OwnOffer) -> str:

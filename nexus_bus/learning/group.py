@@ -153,7 +153,9 @@ class GroupTrainer:
         group, tenants = sum(len(run.prompts) for run in runs), len({run.slot.tenant for run in runs})
         again = iter(self._halves([run.member for run in runs if run.again]))
         return [
-            next(again) if r.again else MemberResult(r.result, r.error, r.forward_s, r.private_s, group, tenants, stats)
+            replace(once := next(again), private_s=once.private_s + r.forward_s + r.private_s)
+            if r.again
+            else MemberResult(r.result, r.error, r.forward_s, r.private_s, group, tenants, stats)
             for r in runs
         ]
 
@@ -165,11 +167,13 @@ class GroupTrainer:
     def _begin(self, member: Member) -> _Run:
         """A prompt that cannot be read ends its member before the group forms."""
         run = _Run(member, [], member.slot.snapshot(weights=False), member.algorithm.learn(member.slot, member.work))
+        started = time.perf_counter()
         try:
             run.prompts = member.algorithm.prompts(member.work)
             self.backbone.ids(member.looks(run.prompts))
         except Exception as error:  # noqa: BLE001 - whatever is wrong with its pictures, the others of the group go on
             run.fail(error)
+        run.private_s = time.perf_counter() - started
         return run
 
     def _encode(self, runs: list[_Run]) -> EncodeStats | None:

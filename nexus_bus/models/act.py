@@ -47,7 +47,7 @@ class Answer:
     feature_id: str = ""
     acted: Acted | None = None
     error: NexusError | None = None
-    device_s: float = 0.0  # its share of the forwards, by tokens, and its head's own time
+    device_s: float = 0.0  # what it owes: its share of the forwards, by tokens, and its own time besides
 
 
 @torch.no_grad()
@@ -56,10 +56,11 @@ def act_group(backbone: Backbone, cache: FeatureCache | None, asked: Sequence[As
     answers: list[Answer] = [Answer()] * len(asked)
     ids: dict[int, str] = {}
     for i, ask in enumerate(asked):  # a prompt that cannot be read drops out before the group forms
+        started = time.perf_counter()
         try:
             ids[i] = backbone.ids([ask.look()])[0]
         except NexusError as error:
-            answers[i] = Answer(error=error)
+            answers[i] = Answer(error=error, device_s=time.perf_counter() - started)
     at_once = [i for i in ids if not asked[i].slot.module.needs.decodes]
     features, stats = encode_cached(backbone, [asked[i].look() for i in at_once], cache, [ids[i] for i in at_once])
     everybody = Counter((asked[i].tenant, ids[i]) for i in at_once)
@@ -141,10 +142,9 @@ class Decoding(Generic[Key]):
         self._rows.clear()
         return spent
 
-    def owe(self, keys: Sequence[Key], seconds: float) -> None:
-        """What it took to begin these, in equal parts."""
-        for key in keys:
-            self._rows[key].spent += seconds / len(keys)
+    def owe(self, key: Key, seconds: float) -> None:
+        """What it took to begin it."""
+        self._rows[key].spent += seconds
 
     def _charge(self, whole: float, before: dict[Key, float]) -> None:
         """All of a step's measured seconds, in the proportion of what each is known to have taken."""
@@ -161,12 +161,6 @@ class Decoding(Generic[Key]):
             end = feature.hidden[feature.length :].float()
             row.hidden = end if row.hidden is None else torch.cat([row.hidden, end])
             row.spent += taken * len(feature.hidden) / tokens
-
-
-def charged(answers: Sequence[Answer], whole: float) -> list[Answer]:
-    """The answers of a group with shares that add up to its measured seconds, decoding of pictures and all."""
-    shares = split(whole, [answer.device_s for answer in answers])
-    return [replace(answer, device_s=share) for answer, share in zip(answers, shares, strict=True)]
 
 
 def _answer(feature_id: str, act: Callable[[], Acted]) -> Answer:

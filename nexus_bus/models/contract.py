@@ -9,6 +9,7 @@ from nexus_bus.errors import BadJob, ContractError
 from nexus_bus.models.bases import BackboneInfo, check_targets
 from nexus_bus.models.catalog import check_head, check_size, head_entry, suffix_tokens
 from nexus_bus.models.normalize import Normalize, statistics_hash
+from nexus_bus.pixels import CAMERAS, SEEN, pixels
 from schemas.job import HeadSpec, LoraSpec
 from schemas.policy import ActionSpec, Normalizer, NormMode, ObservationSpec, PolicyContract, Statistics
 
@@ -107,6 +108,12 @@ def check_contract(
     if odd := [i for i, (low, high) in enumerate(zip(contract.action.low, contract.action.high, strict=True)) if low > high]:
         low, high = contract.action.low[odd[0]], contract.action.high[odd[0]]
         raise ContractError(f"contract.action: the lower bound of dimension {odd[0]} is {low:g}, its upper one {high:g}")
+    cameras = contract.observation.cameras
+    if len(cameras) > CAMERAS or pixels(cameras) > SEEN:
+        raise ContractError(
+            f"contract.observation.cameras: {len(cameras)} with {pixels(cameras)} pixels in all; at most {CAMERAS} with "
+            f"{SEEN}: others wait while they are unfolded, so scale pictures down where they are made"
+        )
     Normalize(contract.action_norm, contract.action.size, "contract.action_norm")
     Normalize(contract.state_norm, contract.observation.state_size, "contract.state_norm")
     expected = statistics_hash(contract.action_norm, contract.state_norm)

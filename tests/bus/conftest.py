@@ -1,6 +1,7 @@
 """What the tests of the bus share: killing the server, messages to send, and counting what a stream holds."""
 
 import asyncio
+import json
 import os
 import signal
 import time
@@ -76,7 +77,7 @@ def held(bus: Bus) -> Callable[[str], Awaitable[int]]:
     """`await held("JOBS")`: messages in a stream."""
 
     async def held(stream: str) -> int:
-        return int((await bus.js.stream_info(stream)).state.messages)
+        return int(json.loads((await bus.ask(f"$JS.API.STREAM.INFO.{stream}")).data)["state"]["messages"])
 
     return held
 

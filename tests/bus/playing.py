@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any, cast
 
 import numpy as np
@@ -82,7 +82,12 @@ def shown(reply: SessionReply) -> tuple[bytes, ...]:
 
 def simulators() -> set[psutil.Process]:
     """Processes of simulators that this one has started."""
-    return {one for one in psutil.Process().children() if "nexus_bus.envs.child" in one.cmdline()}
+    found = set[psutil.Process]()
+    for one in psutil.Process().children():
+        with suppress(psutil.Error):  # it ended this very moment
+            if "nexus_bus.envs.child" in one.cmdline():
+                found.add(one)
+    return found
 
 
 async def one_process_dies_in_a_call(player: Player, eventually: Eventually) -> None:

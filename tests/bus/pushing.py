@@ -53,11 +53,12 @@ def content(root: Path) -> dict[str, bytes]:
 
 
 @asynccontextmanager
-async def worker(url: str, root: Path, name: str = "environment-0") -> AsyncIterator[environment.Environment]:
+async def worker(url: str, root: Path, name: str = "environment-0", **settings: Any) -> AsyncIterator[environment.Environment]:
     """A real environment worker of this process."""
     connection, stop, pulse = await Bus.connect(url, name=name), asyncio.Event(), Pulse()
-    settings, log = config.load("environment", flags={"data_root": str(root)}).value, cast(Any, structlog.get_logger())
-    context = Context("environment", name, connection, settings, stop, pulse, log, "here")
+    known = config.load("environment", flags={"data_root": str(root), **settings}).value
+    log = cast(Any, structlog.get_logger())
+    context = Context("environment", name, connection, known, stop, pulse, log, "here")
     running = asyncio.create_task(environment.main(context))
     async with asyncio.timeout(60):
         while pulse.state != "running":
@@ -112,7 +113,7 @@ class Sending:
     async def put(self, path: str, offset: int = 0, data: bytes | None = None) -> int:
         given = self.files[path] if data is None else data
         put = DatasetPut(upload=self.upload, path=path, offset=offset, data=given)
-        return (await self.client.call("data.put", put, timeout=1.0)).have
+        return (await self.client.call("data.put", put, timeout=30.0)).have
 
     async def commit(self) -> Any:
         order = DatasetCommit(dataset=self.dataset, upload=self.upload)

@@ -51,7 +51,7 @@ async def test_a_report_that_is_lost_fails_its_job_by_name(bus: Bus, consuming: 
     await submitted(master, "pick")
     consuming(master.handle, orders_durable("acme"), on_bad=master.refuse_undecodable, on_dead=master.given_up)
     report = b'{"job":"pick","kind":"learned","metrics":{"kl":null}}'
-    await bus.publisher.send("job.report.acme.pick", report, {"Nats-Msg-Id": "r"}, 5.0)
+    await bus.publisher.send("job.report.acme.pick", report, {"Nats-Msg-Id": "r"}, 30.0)
 
     async def failed() -> bool:
         return (await phase(bus, "pick"))[0] == "failed"

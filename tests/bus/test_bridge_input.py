@@ -120,6 +120,21 @@ async def test_an_episode_larger_than_a_record_may_be_is_a_fault(acme: Tenant, m
     assert (await acme.call(session, "reset"))[0] == "", "the next one begins anew"
 
 
+async def test_an_episode_that_unfolds_to_more_than_a_trainer_holds_is_a_fault(
+    acme: Tenant, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However few bytes its pictures have: those of one colour have hardly any."""
+    monkeypatch.setattr(bridge, "UNIT", 3 * 64)
+    session = await acme.open()
+    await acme.call(session, "reset")
+    for _ in range(2):
+        assert (await acme.step(session))[0] == ""
+    code, text = await acme.step(session)
+    assert code == "environment_fault"
+    assert "shows 256 pixels; at most 192: make its pictures smaller, or end sooner" in text
+    assert (await acme.call(session, "reset"))[0] == "", "the next one begins anew"
+
+
 async def test_so_many_sessions_of_one_tenant_are_kept_until_some_are_closed(
     acme: Tenant, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from pushing import make, worker
+from structlog.testing import capture_logs
 
 from nexus_bus.bus import Bus, EmbeddedServer
 from nexus_bus.cli import main
@@ -48,7 +49,9 @@ async def test_the_catalogue_of_a_tenant_has_its_own_environments_and_datasets(
     asked = ["--url", server.url, "--creds", str(server.directory / "acme.creds"), "--tenant", "acme"]
 
     async def nexus(*words: str) -> tuple[str, str]:
-        assert await asyncio.to_thread(main, ["catalog", *words, *asked]) == 0
+        capsys.readouterr()
+        with capture_logs():  # of this process, where others work too: they are no words of the command's
+            assert await asyncio.to_thread(main, ["catalog", *words, *asked]) == 0
         said = capsys.readouterr()
         return said.out, said.err
 

@@ -42,7 +42,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
 @pytest.fixture
 async def buses(cluster: Cluster) -> AsyncIterator[list[Bus]]:
     """A connection to each node, and every stream on all of them."""
-    buses = [await Bus.connect(cluster.url(node), name=f"test-{node}") for node in range(NODES)]
+    buses = [await Bus.connect(cluster.url(node), name=f"test-{node}", timeout=60) for node in range(NODES)]
     await ensure_topology(buses[0], replicas=NODES)
     for bus in buses:
         bus.replicas = NODES  # as after `ensure_topology`: a reconnect looks after the streams
@@ -89,7 +89,7 @@ async def test_a_dead_node_at_a_time_loses_no_record_and_stores_none_twice(
         await eventually(lambda: len(stored) >= wanted[0] and len(learned) >= wanted[1], within=60)
 
     await more(WHILE_DOWN)
-    leader = int((await stream(buses[0]))["cluster"]["leader"].removeprefix("n"))
+    leader = int((await eventually(lambda: stream(buses[0]), within=60))["cluster"]["leader"].removeprefix("n"))
     for node in (leader, *(node for node in range(NODES) if node != leader)):
         cluster.kill(node)
         await more(WHILE_DOWN)
@@ -112,7 +112,7 @@ async def test_a_dead_node_at_a_time_loses_no_record_and_stores_none_twice(
     await eventually(empty, within=60)  # every acknowledgement counted
 
 
-async def test_what_is_sent_twice_at_once_is_stored_once_and_confirmed_twice(buses: list[Bus]) -> None:
+async def test_what_is_sent_twice_at_once_is_stored_once_and_confirmed_twice(buses: list[Bus], eventually: Eventually) -> None:
     """A cluster refuses an id that it is about to store. Who sends again because a server died hears that for a moment."""
     record = msgspec.structs.replace(example(RolloutRecord, full=False), tenant="acme", job="touch")
 
@@ -124,21 +124,26 @@ async def test_what_is_sent_twice_at_once_is_stored_once_and_confirmed_twice(bus
         ]
         done = await asyncio.gather(*sends)
         assert len({each.seq for each in done}) == 1
-        assert sorted(each.duplicate for each in done) == [False, True, True]
+        # All three, where the first answer was lost or late: what was sent again is then a duplicate of its own.
+        assert sum(not each.duplicate for each in done) <= 1
 
     await asyncio.gather(*(twice(number) for number in range(64)))
-    assert (await stream(buses[0]))["state"]["messages"] == 64
+    assert (await eventually(lambda: stream(buses[0]), within=60))["state"]["messages"] == 64
 
 
-async def test_every_stream_is_on_all_nodes_and_who_asks_for_fewer_takes_none_away(buses: list[Bus]) -> None:
+async def test_every_stream_is_on_all_nodes_and_who_asks_for_fewer_takes_none_away(
+    buses: list[Bus], eventually: Eventually
+) -> None:
     names = [each.name for each in STREAMS] + [f"KV_{name}" for name in BUCKETS] + [f"OBJ_{name}" for name in OBJECTS]
     await ensure_topology(buses[1], replicas=1)  # a process whose settings were forgotten
-    assert {name: (await stream(buses[1], name))["config"]["num_replicas"] for name in names} == dict.fromkeys(names, NODES)
+    for name in names:
+        found = await eventually(lambda name=name: stream(buses[1], name), within=60)
+        assert found["config"]["num_replicas"] == NODES, name
 
 
 async def test_a_client_that_knows_several_servers_takes_one_that_lives(cluster: Cluster, buses: list[Bus]) -> None:
     cluster.kill(0)
-    client = await Bus.connect(f"{cluster.url(0)},{cluster.url(1)}", name="late")
+    client = await Bus.connect(f"{cluster.url(0)},{cluster.url(1)}", name="late", timeout=60)
     assert (await client.depths()).keys() == (await buses[1].depths()).keys()
     await client.close()
 
@@ -149,7 +154,7 @@ async def test_a_tenant_is_known_to_every_node_and_a_void_key_to_none(
     await Gateway(Context("gateway", "gateway-0", buses[2], None, asyncio.Event(), Pulse(), buses[2].log, "host")).open()
     authority = Path(os.environ["NEXUS_AUTHORITY"])
     old, new = tmp_path / "old.creds", tmp_path / "new.creds"
-    async with tenants_of(cluster.url(0), authority) as tenants:
+    async with tenants_of(cluster.url(0), authority, timeout=60) as tenants:
         old.write_text((await tenants.add("acme")).creds)
 
     async def known(node: int, creds: Path) -> bool:
@@ -162,7 +167,7 @@ async def test_a_tenant_is_known_to_every_node_and_a_void_key_to_none(
     for node in range(NODES):
         await eventually(lambda node=node: known(node, old), within=60)
     cluster.kill(0)
-    async with tenants_of(cluster.url(1), authority) as tenants:
+    async with tenants_of(cluster.url(1), authority, timeout=60) as tenants:
         new.write_text((await tenants.rotate("acme")).creds)
     cluster.start(0)  # which heard nothing of it
     for node in range(NODES):

@@ -15,7 +15,10 @@ from nexus_bus.bus.delivery import Delivery
 from nexus_bus.errors import BadJob, BadMessage, EnvironmentFault, Unavailable
 from schemas.subjects import BY_NAME
 
-SLOW = Durable("JOBS", "test", ("job.cancel.*",), ack_wait=2.0, max_deliver=3)
+# A stall of two thirds of this, while something is held, is a redelivery that nobody may be blamed for.
+ACK_WAIT_S = 4.0
+LATER_S = 1.5 * ACK_WAIT_S
+SLOW = Durable("JOBS", "test", ("job.cancel.*",), ack_wait=ACK_WAIT_S, max_deliver=3)
 
 
 async def test_each_outcome_does_what_it_says(bus: Bus, put: Any, held: Any, consuming: Any, eventually: Any) -> None:
@@ -71,7 +74,7 @@ async def test_an_undecodable_message_is_told_and_buried_at_once(bus: Bus, held:
         raise AssertionError("it does not decode")
 
     consuming(never, on_bad=on_bad)
-    await bus.publisher.send("job.cancel.acme", b'{"job": 3}', {"Nats-Msg-Id": "bad"}, 5.0)
+    await bus.publisher.send("job.cancel.acme", b'{"job": 3}', {"Nats-Msg-Id": "bad"}, 30.0)
     await eventually(lambda: told)
     assert told == [("acme", "job.cancel: Expected `str`, got `int` - at `$.job`")]
 
@@ -98,7 +101,7 @@ async def test_a_handler_longer_than_the_ack_wait_is_not_run_twice(put: Any, con
 
     async def slow(delivery: Delivery) -> Outcome:
         runs.append(delivery.num_delivered)
-        await asyncio.sleep(2 * SLOW.ack_wait)
+        await asyncio.sleep(LATER_S)
         finished.append(1)
         return Done()
 
@@ -177,7 +180,7 @@ async def test_a_stopped_puller_hands_back_what_it_buffered(bus: Bus, put: Any, 
     await second.stop()
 
 
-WORKER = """
+WORKER = f"""
 import asyncio, sys
 from nexus_bus.bus import Bus, Durable
 
@@ -186,7 +189,7 @@ async def main():
     async def handler(delivery):
         print("took", flush=True)
         await asyncio.sleep(600)
-    await bus.consume(Durable("JOBS", "test", ("job.cancel.*",), ack_wait=2.0), handler, stop=asyncio.Event())
+    await bus.consume(Durable("JOBS", "test", ("job.cancel.*",), ack_wait={ACK_WAIT_S}), handler, stop=asyncio.Event())
 
 asyncio.run(main())
 """
@@ -204,7 +207,7 @@ async def test_what_a_killed_worker_held_comes_again(bus: Bus, put: Any, consumi
         return Done()
 
     consuming(handler, SLOW)
-    await asyncio.sleep(2 * SLOW.ack_wait)  # a living worker keeps what it holds
+    await asyncio.sleep(LATER_S)  # a living worker keeps what it holds
     assert got == []
     os.kill(worker.pid, signal.SIGKILL)
     await worker.communicate()
@@ -241,7 +244,7 @@ async def test_a_subject_that_holds_what_is_not_a_name_is_a_dead_letter_of_nobod
         raise AssertionError
 
     consuming(handler, on_bad=tell, on_dead=tell)
-    await bus.publisher.send(f"job.cancel.{tenant}", b'{"job":"pick"}', {"Nats-Msg-Id": tenant}, 5.0)
+    await bus.publisher.send(f"job.cancel.{tenant}", b'{"job":"pick"}', {"Nats-Msg-Id": tenant}, 30.0)
 
     async def buried() -> bool:
         return await held("JOBS") == 0 and await held("DEAD") == 1
@@ -255,7 +258,7 @@ async def test_a_subject_that_holds_what_is_not_a_name_is_a_dead_letter_of_nobod
 )
 async def test_an_answer_goes_to_an_inbox_and_nowhere_else(bus: Bus, given: str, taken: str) -> None:
     headers = {"Nats-Msg-Id": "one", "Nexus-Reply-To": given}
-    await bus.publisher.send("job.cancel.acme", b'{"job":"pick"}', headers, 5.0)
+    await bus.publisher.send("job.cancel.acme", b'{"job":"pick"}', headers, 30.0)
     puller = await bus.pull(SLOW)
     (delivery,) = await puller.get(1, wait=30.0)
     assert delivery.inbox == taken

@@ -4,8 +4,10 @@ import asyncio
 import os
 import shutil
 import subprocess
+import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +18,9 @@ from nexus_bus import uploads
 from nexus_bus.bus import Bus, EmbeddedServer
 from nexus_bus.client import Client
 from nexus_bus.errors import BadMessage, Conflict, NexusError, NotFound, Refused
+from nexus_bus.incoming import Arriving
 from nexus_bus.tenants import tenants_of
-from schemas.dataset import DatasetBegin, DatasetCommit, DatasetFile, DatasetPut
+from schemas.dataset import DatasetAsked, DatasetBegin, DatasetCommit, DatasetFile, DatasetPut
 from tests.conftest import Eventually
 from workers import environment
 
@@ -74,8 +77,9 @@ async def test_a_file_that_is_not_what_the_list_says_is_named_and_sent_anew(
 
 
 async def test_what_is_not_whole_is_not_put_in_place(
-    acme: Client, served: environment.Environment, root: Path, tmp_path: Path
+    acme: Client, served: environment.Environment, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("nexus_bus.client.calls.AGAIN_S", 3600.0)  # what may pass would be asked again
     sending = Sending(acme, make(tmp_path / "demo"))
     with pytest.raises(NotFound, match="begin it first"):
         await sending.put(DATA)
@@ -121,7 +125,7 @@ async def test_paths_that_mean_something_else_on_some_disk_are_refused(
         await acme.call("data.begin", DatasetBegin(dataset="shelf", upload="ab" * 8, files=files, last=True))
     with pytest.raises(NotFound):
         await acme.call("data.put", DatasetPut(upload="ab" * 8, path=paths[0], offset=0, data=b"x"))
-    assert content(root) == {}, "nor does it count among those that are not finished"
+    assert set(content(root)) <= {f"acme/{uploads.INCOMING}/.adding"}, "nor does it count among those that are not finished"
 
 
 async def test_a_link_that_leads_out_of_the_directory_is_not_followed(acme: Client, tmp_path: Path) -> None:
@@ -161,6 +165,34 @@ async def test_what_is_kept_ends_at_the_tenants_limit(
     assert (await acme.push_dataset(source, name="two")).bytes == size
 
 
+async def test_uploads_whose_lists_become_whole_at_once_share_the_room_that_is_left(
+    bus: Bus, served: environment.Environment, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    meet, allow = threading.Barrier(4), Arriving._allow
+
+    def together(*given: Any, **named: Any) -> None:
+        allow(*given, **named)
+        with suppress(threading.BrokenBarrierError):  # which is what a lock makes of it
+            meet.wait(1.0)
+
+    monkeypatch.setattr(Arriving, "_allow", together)
+
+    def begin(number: int) -> str:
+        arriving = Arriving(bus, root, served.context.pulse, 1 << 30)
+        files = [DatasetFile(path="a", size=1000, sha256="0" * 64)]
+        begun = DatasetBegin(dataset=f"d{number}", upload=f"{number:08x}", files=files, last=True)
+        try:
+            arriving._begin("acme", DatasetAsked(begin=begun, room=1500))
+        except Refused as error:
+            return str(error)
+        return ""
+
+    said = await asyncio.gather(*(asyncio.to_thread(begin, number) for number in range(4)))
+    assert sorted(map(bool, said)) == [False, True, True, True]
+    assert all(why.startswith("limits.stored_bytes: 1,000 bytes, and 1,000 of other uploads") for why in said if why)
+    assert sum(one.manifest() is not None for one in uploads.uploads(root / "acme")) == 1
+
+
 async def test_four_may_be_unfinished_and_a_day_later_they_are_forgotten(
     acme: Client, served: environment.Environment, root: Path, tmp_path: Path
 ) -> None:
@@ -189,7 +221,7 @@ async def test_four_may_be_unfinished_and_a_day_later_they_are_forgotten(
         os.utime(listing.root / "lock", (time.time() - age, time.time() - age))
         await asyncio.to_thread(uploads.sweep, home, 86_400.0)
         assert listing.exists is there
-    assert [path.name for path in (home / uploads.INCOMING).glob(".*")] == []
+    assert [path.name for path in (home / uploads.INCOMING).glob(".*")] == [".adding"]
 
 
 def _tmpfs_may_be_mounted() -> bool:

@@ -1,6 +1,7 @@
 """The tenants' door: orders, logs in pages, a tenant's own requests to act; and that one of several may be away."""
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -10,7 +11,7 @@ from msgspec.structs import replace
 from nexus_bus import registry
 from nexus_bus.bus import Bus, Delivery, Done, EmbeddedServer, Outcome, ensure_tenant, inference_durable
 from nexus_bus.calls import Turns
-from nexus_bus.client import Client
+from nexus_bus.client import Client, calls
 from nexus_bus.clock import now
 from nexus_bus.config import GatewayConfig
 from nexus_bus.envs.catalog import describe
@@ -21,7 +22,7 @@ from nexus_bus.pricing import Prices
 from nexus_bus.serving import introduce
 from nexus_bus.tenants import tenants_of
 from nexus_bus.worker import Context, Pulse
-from schemas.api import PageQuery
+from schemas.api import ContentQuery, PageQuery, UploadChunk
 from schemas.base import Tensor
 from schemas.environment import Observation, SessionAsk
 from schemas.events import Event
@@ -81,15 +82,22 @@ async def test_usage_is_read_as_it_was_written(acme: Client, bus: Bus, gateway: 
     assert (await acme.account()).used["device_s"] == 3.0
 
 
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients that ask once: they are told at once what else they would hear when their time is over."""
+    monkeypatch.setattr(calls, "AGAIN_S", 3600.0)
+
+
+@pytest.mark.usefixtures("impatient")
 async def test_orders_beyond_the_pace_are_refused_and_only_their_tenants(acme: Client, bus: Bus, gateway: Gateway):
     gateway.settings = GatewayConfig(tenant_orders=3, tenant_orders_per_s=1e-6)
-    queued = await asyncio.gather(*(acme.submit(JOB, timeout=3.0) for _ in range(3)), return_exceptions=True)
-    assert all(isinstance(one, Unavailable) and "is queued" in str(one) for one in queued), "there is no master here"
+    spec = msgspec.convert(JOB, JobSpec)
+    queued = await asyncio.gather(*(acme.call("job.submit", spec) for _ in range(3)))
+    assert all(one.submission for one in queued)
     with pytest.raises(Unavailable, match="orders: more than 3"):
-        await acme.submit(JOB, timeout=3.0)
+        await acme.submit(JOB)
     assert await acme.job("pick") is None, "what is no order goes on"
-    with pytest.raises(Unavailable, match="is queued"):
-        await Client(bus, "globex").submit(JOB, timeout=3.0)
+    assert (await Client(bus, "globex").call("job.submit", spec)).submission
 
 
 async def test_a_gateway_that_is_away_is_waited_for_and_two_share(acme: Client, bus: Bus, server: EmbeddedServer):
@@ -159,6 +167,7 @@ async def test_an_account_says_what_is_left_of_money_and_store(acme: Client, bus
     assert (found["device_s"], found["money"], found["stored_bytes"]) == (3.0, 1.5, policy.weights.size)
 
 
+@pytest.mark.usefixtures("impatient")
 async def test_an_order_that_could_not_be_queued_is_on_record_all_the_same(
     acme: Client, bus: Bus, gateway: Gateway, monkeypatch: pytest.MonkeyPatch
 ):
@@ -170,8 +179,8 @@ async def test_an_order_that_could_not_be_queued_is_on_record_all_the_same(
         return await send(name, *given, **tokens)
 
     monkeypatch.setattr(gateway.bus, "publish", dying)
-    with pytest.raises(Unavailable):
-        await acme.submit(JOB, timeout=3.0)
+    with pytest.raises(Unavailable, match="killed"):
+        await acme.submit(JOB)
     assert {(one.action, one.job, one.outcome) async for one in acme.audit()} == {("job.submit", "pick", "asked")}
 
 
@@ -206,11 +215,12 @@ async def test_a_tenants_own_request_takes_its_turn_in_the_queue(
         return Done()
 
     serving = asyncio.create_task(bus.consume(inference_durable("acme"), handle, stop=stop))
-    request = InferenceRequest(id="mine", job="pick", policy="pick@0", observation=SEEN)
+    request = InferenceRequest(id="mine", job="another", policy="pick@0", observation=SEEN)
     answers = await asyncio.gather(*(acme.call("infer.request", request) for _ in range(5)))
     assert [(answer.id, answer.value) for answer in answers] == [("mine", 0.5)] * 5
     assert {(answer.group, answer.tenants) for answer in answers} == {(0, 0)}, "who else is there is nobody's business"
     assert len({one.id for one in got}) == 5
+    assert {one.job for one in got} == {"pick"}, "usage is the policy's, and no name that a tenant makes up gets records"
     with pytest.raises(ContractError, match="state has 1 values"):
         await acme.call("infer.request", replace(request, seed=1))
     for someone, name in ((acme, "pick@1"), (Client(bus, "globex"), "pick@0")):
@@ -220,10 +230,11 @@ async def test_a_tenants_own_request_takes_its_turn_in_the_queue(
     await serving
 
 
+@pytest.mark.usefixtures("impatient")
 async def test_a_request_nobody_answers_ends(acme: Client, gateway: Gateway, policy: PolicyVersion):
     gateway.settings = GatewayConfig(infer_timeout_s=0.2)
     with pytest.raises(Unavailable, match=r"no answer within 0\.2 s"):
-        await acme.call("infer.request", InferenceRequest(id="x", job="pick", policy="pick@0", observation=SEEN), timeout=3.0)
+        await acme.call("infer.request", InferenceRequest(id="x", job="pick", policy="pick@0", observation=SEEN))
     assert gateway.asked == {}
 
 
@@ -244,6 +255,32 @@ async def test_the_provider_begins_nothing_for_a_tenant_that_there_is_not(server
         assert (await Client(bus, tenant).call("job.submit", spec)).submission
     async with await Client.connect(server.url, creds=creds) as own:
         assert (await own.call("job.submit", spec)).submission
+
+
+async def test_who_read_weights_or_opened_something_is_on_record_once_an_hour(
+    server: EmbeddedServer, bus: Bus, gateway: Gateway, policy: PolicyVersion, monkeypatch: pytest.MonkeyPatch
+):
+    hours = [500_000]
+    monkeypatch.setattr("nexus_bus.audit.time", SimpleNamespace(time=lambda: hours[0] * 3600.0 + 5))
+    async with tenants_of(server.url, server.authority) as operator:
+        issued = await operator.add("acme")
+    read = ContentQuery(policy="pick@0", sha256=policy.weights.sha256, size=3)
+    async with await Client.connect(server.url, creds=written(server, issued.creds)) as own:
+        for offset in (0, 3):
+            await own.call("policy.read", replace(read, offset=offset))
+        with pytest.raises(NotFound):
+            await own.call("policy.read", replace(read, sha256="0" * 64))
+        for offset in (0, 3):
+            await own.call("policy.upload", UploadChunk(upload="ab" * 16, offset=offset, data=b"abc"))
+        found = [(one.action, one.job, one.detail, one.key) async for one in own.audit()][1:]
+    by = issued.record.keys[0].key
+    assert found == [("policy.read", "pick", "pick@0", by), ("policy.upload", "_", "ab" * 16, by)]
+    await Client(bus, "acme").call("policy.read", read)
+    last = [one async for one in Client(bus, "acme").audit()][-1]
+    assert (last.action, last.key) == ("policy.read", bus.key), "another key is another entry"
+    hours[0] += 1
+    await Client(bus, "acme").call("policy.read", read)
+    assert len([one async for one in Client(bus, "acme").audit() if one.action == "policy.read"]) == 3
 
 
 async def test_an_order_without_a_reply_is_an_order(bus: Bus, gateway: Gateway, eventually: Any):

@@ -27,8 +27,16 @@ pytestmark = pytest.mark.timeout(240)
 SLEEPS = "import time; print('up', flush=True); time.sleep(600)"
 STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
 DRAINS = """
-import signal, sys, time
-signal.signal(signal.SIGTERM, lambda *_: (print('drained', flush=True), sys.exit(0)))
+import os, signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: (os.write(1, b'drained\\n'), sys.exit(0)))
+print('up', flush=True)
+time.sleep(600)
+"""
+
+FAILS = """
+import signal, time
+def fail(*_): raise MemoryError
+signal.signal(signal.SIGUSR1, fail)
 print('up', flush=True)
 time.sleep(600)
 """
@@ -193,8 +201,8 @@ async def test_a_crash_loop_is_not_fed(start: Start, monkeypatch: pytest.MonkeyP
 async def test_scaling_starts_and_drains(start: Start, eventually: Any):
     running = await start({"rollout": 2, "trainer": 1}, DRAINS)
     pids = {name: running.pid(name) for name in ("rollout-0", "rollout-1", "trainer-0")}
-    scaled = await running.scale(rollout=3)
-    assert (scaled.counts["rollout"], scaled.counts["trainer"]) == (3, 1)
+    promised = (await running.scale(rollout=3)).counts
+    assert (promised["rollout"], promised["trainer"]) == (3, 1)
     await eventually(lambda: running.up("rollout-2"), within=60)
     assert {name: running.pid(name) for name in pids} == pids, "who was there stays"
     await running.scale(rollout=1, trainer=0)
@@ -206,7 +214,8 @@ async def test_scaling_starts_and_drains(start: Start, eventually: Any):
     left = {"rollout-1", "rollout-2", "trainer-0"}
     await eventually(lambda: {exit.worker for exit in running.exits if exit.ordered} == left)
     assert kept_counts(running.supervisor.home) == {"rollout": 1, "trainer": 0}
-    changes = [event.message.partition(" on ")[0] for event in await events(running.bus, "worker.scaled")]
+    scaled = await eventually(lambda: events(running.bus, "worker.scaled", 3))
+    changes = [event.message.partition(" on ")[0] for event in scaled]
     assert sorted(changes) == ["rollout", "rollout", "trainer"]
     asked = [item.message async for item in running.bus.tail("audit", follow=False, tenant="provider")]
     where = f"on {running.supervisor.host}"
@@ -238,7 +247,8 @@ async def test_a_host_is_found_with_what_it_runs(start: Start, eventually: Any):
 
 
 async def test_an_end_is_told_with_the_last_words_of_its_log(start: Start, eventually: Any):
-    running = await start({"rollout": 1}, "import time; print('up', flush=True); time.sleep(.5); raise MemoryError")
+    running = await start({"rollout": 1}, FAILS)
+    os.kill(running.pid("rollout-0"), signal.SIGUSR1)
     await eventually(lambda: running.exits)
     exit = running.exits[0]
     assert (exit.returncode, exit.cause, exit.words) == (1, "memory", "MemoryError")
@@ -260,13 +270,15 @@ async def test_the_autoscaler_brings_workers_for_what_waits(start: Start, monkey
     await running.bus.drop("ROLLOUT", "rollout.run.acme.*")
     await eventually(lambda: list(running.supervisor.children) == ["rollout-0"], within=60)
     assert kept_counts(running.supervisor.home) == {}, "only what people choose is kept"
-    before, after = [event.data["after"] for event in await events(running.bus, "worker.scaled")]
+    before, after = [event.data["after"] for event in await eventually(lambda: events(running.bus, "worker.scaled", 2))]
     assert (before, after) == (2, 1)
 
 
-async def events(bus: Bus, kind: str) -> list[Event]:
+async def events(bus: Bus, kind: str, count: int) -> list[Event]:
+    """Those of a kind, once there are so many: what is told of a change comes a little after it."""
     items = bus.tail("event", since="all", follow=False, tenant="provider", job="*")
-    return [item.message async for item in items if item.message.type == kind]
+    found = [item.message async for item in items if item.message.type == kind]
+    return found if len(found) >= count else []
 
 
 async def test_the_health_manager_comes_back_without_an_order(start: Start, eventually: Any):

@@ -73,7 +73,7 @@ async def test_queues_workers_jobs_and_device_time_are_what_is_on_the_bus(
     bus: Bus, exporter: Callable[..., Scrape], eventually: Any
 ) -> None:
     scrape = exporter()
-    await eventually(lambda: _up(scrape), within=60)
+    await eventually(lambda: _follows(bus, scrape), within=60)
 
     await ensure_tenant(bus, "acme")
     await ensure_tenant(bus, "globex")
@@ -129,7 +129,7 @@ async def test_queues_workers_jobs_and_device_time_are_what_is_on_the_bus(
 
 async def test_by_tenant_adds_numbers_and_changes_none(bus: Bus, exporter: Callable[..., Scrape], eventually: Any) -> None:
     scrape = exporter("--by-tenant")
-    await eventually(lambda: _up(scrape), within=60)
+    await eventually(lambda: _follows(bus, scrape), within=60)
     await ensure_tenant(bus, "acme")
     await bus.publish("infer.request", example(InferenceRequest, full=False), msg_id="one", tenant="acme")
     state = msgspec.structs.replace(example(JobState, full=False), phase="training")
@@ -167,6 +167,13 @@ async def test_while_the_bus_is_away_nothing_is_told_but_that(
 def test_a_wrong_address_is_refused(address: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["metrics", "--listen", address]) == 2
     assert f"{address!r} is not of the form HOST:PORT" in capsys.readouterr().err
+
+
+async def _follows(bus: Bus, scrape: Scrape) -> bool:
+    """Whether it reads what is used: of what was on record before it began to, it says nothing."""
+    used = Usage(tenant="provider", job="warm", worker="w", kind="inference", device_s=1.0, time="2026-01-01T00:00:00Z")
+    await bus.publish("usage", used, msg_id=f"warm/{time.monotonic_ns()}", tenant="provider", job="warm")
+    return ("inference", "warm") in (await scrape()).get("nexus_device_seconds_total", {})
 
 
 async def _up(scrape: Scrape) -> bool:

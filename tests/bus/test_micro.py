@@ -71,7 +71,8 @@ async def test_services_of_others_are_passed_over(bus: Bus, present: Presence, e
 async def test_it_is_found_again_after_the_server_came_back(bus: Bus, present: Presence, crash: Crash, eventually: Any):
     crash.kill()
     crash.restart()
-    await eventually(bus.up.is_set)
+    for one in (bus, present._bus):  # `up` is set until a connection notices that it is none any more
+        await eventually(lambda one=one: one.client.stats["reconnects"] > 0 and one.up.is_set())
 
     async def found() -> bool:
         return [one.kind for one in await discover(bus, within=1.0)] == ["rollout"]

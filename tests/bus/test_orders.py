@@ -57,7 +57,7 @@ async def test_many_orders_of_one_tenant_stand_before_nobody_elses(bus: Bus, see
         return (await bus.depths())["JOBS"].get("orders-other") == (0, 1)
 
     async def all_taken() -> bool:
-        return len(seen.taken) == MANY + 1
+        return len(seen.taken) >= MANY + 1  # what was held up may come a second time
 
     await eventually(at_hand)
     seen.may.set()

@@ -106,11 +106,15 @@ async def test_a_dataset_that_does_not_fit_the_environment_is_refused_at_once(
         await acme.submit(job("a", "demos"))
 
 
-async def test_what_is_not_known_is_not_said(acme: Client, bus: Bus, server: EmbeddedServer, root: Path) -> None:
+async def test_what_is_not_known_is_not_said(
+    acme: Client, bus: Bus, server: EmbeddedServer, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     await offer(bus)
     assert await taken(acme, job("nobody-answers", "demos"))
-    with pytest.raises(Unavailable):
-        await acme.dataset("demos")
+    with monkeypatch.context() as impatient:
+        impatient.setattr("nexus_bus.client.calls.AGAIN_S", 3600.0)  # it would ask again until somebody comes
+        with pytest.raises(Unavailable, match="nobody serves it"):
+            await acme.dataset("demos")
     async with worker(server.url, root):
         assert await taken(acme, job("what-the-master-refuses", "../demos"))
         recording = job("records", "other", "tabletop", data={"dataset": "demos", "expert": {"episodes": 1}})

@@ -104,7 +104,7 @@ async def test_a_full_queue_refuses_that_tenant_alone_and_takes_more_when_there_
     await bus.js.update_stream(config)
     await ask_many(bus, "loud", 5)
     with pytest.raises(Unavailable, match="the queue is full"):
-        await bus.publish("infer.request", ask(6), msg_id="loud/6", deadline=1.0, tenant="loud")
+        await bus.publish("infer.request", ask(6), msg_id="loud/6", deadline=3.0, tenant="loud")
     await bus.publish("infer.request", ask(1), msg_id="quiet/1", deadline=30, tenant="quiet")
     waiting = asyncio.create_task(bus.publish("infer.request", ask(7), msg_id="loud/7", tenant="loud"))
     puller = await bus.pull(inference_durable("loud"), batch=1)
@@ -176,14 +176,14 @@ async def test_removing_a_job_takes_its_queue_and_consumer_along(bus: Bus, held:
 
 
 async def test_held_deliveries_are_not_redelivered(bus: Bus, put: Any) -> None:
-    durable = Durable("JOBS", "test", ("job.cancel.*",), ack_wait=2.0)
+    durable = Durable("JOBS", "test", ("job.cancel.*",), ack_wait=4.0)
     await put("a", "b")
     puller = await bus.pull(durable)
     held = []
     while len(held) < 2:
         held += await puller.get(2, wait=30)
     with bus.hold(held):
-        assert await puller.get(1, wait=2 * durable.ack_wait) == []
+        assert await puller.get(1, wait=1.5 * durable.ack_wait) == []
         await held[0].ack()
     again = await puller.get(1, wait=30)
     assert [delivery.message.job for delivery in again] == [held[1].message.job]

@@ -4,6 +4,7 @@ import asyncio
 import hashlib
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -90,8 +91,9 @@ async def inference(bus: Bus, server: EmbeddedServer, creds: Path, eventually: E
     await published(bus, "pick@0", describe(SPEC))
     await published(bus, "pick@1", describe(SPEC), retired=now())
     serving, stop = Inference(bus), asyncio.Event()
+    patient = replace(inference_durable("acme"), ack_wait=30.0)  # or a request comes twice, where the machine stalls
     async with playing(bus, server.url, SPEC, eventually):
-        consuming = asyncio.create_task(bus.consume(inference_durable("acme"), serving.handle, stop=stop))
+        consuming = asyncio.create_task(bus.consume(patient, serving.handle, stop=stop))
         yield serving
         stop.set()
         await consuming

@@ -17,6 +17,10 @@ from schemas.inference import InferenceReply
 ORDER = ProcessOrder(worker="w", action="stop", reason="test")
 
 
+async def ask(bus: Bus, order: ProcessOrder = ORDER, *, timeout: float = 30.0, **options: Any) -> Any:
+    return await bus.request("host.order", order, timeout=timeout, host="h1", **options)
+
+
 async def test_a_request_is_answered_with_its_tokens_and_headers(bus: Bus) -> None:
     async def handler(order: ProcessOrder, incoming: Incoming) -> Ack:
         assert incoming.subject == "host.order.h1"
@@ -24,10 +28,10 @@ async def test_a_request_is_answered_with_its_tokens_and_headers(bus: Bus) -> No
         return Ack(error=f"{order.worker} on {incoming.tokens['host']}")
 
     service = await bus.serve("host.order", handler, host="*")
-    assert await bus.request("host.order", ORDER, host="h1") == Ack(error="w on h1")
+    assert await ask(bus) == Ack(error="w on h1")
     await service.stop()
     with pytest.raises(Unavailable, match="nobody serves it"):
-        await bus.request("host.order", ORDER, host="h1")
+        await ask(bus)
 
 
 @pytest.mark.parametrize(
@@ -39,7 +43,7 @@ async def test_an_error_is_raised_on_the_other_side_as_the_same_class(bus: Bus, 
 
     await bus.serve("host.order", handler, host="h1")
     with pytest.raises(type(error), match=str(error)) as raised:
-        await bus.request("host.order", ORDER, host="h1")
+        await ask(bus)
     assert type(raised.value) is type(error)
 
 
@@ -49,7 +53,7 @@ async def test_a_bug_in_a_handler_crosses_as_an_id_and_not_as_a_traceback(bus: B
 
     await bus.serve("host.order", handler, host="h1")
     with pytest.raises(NexusError, match=r"^internal error [0-9a-f]{12} of test; see its log$"):
-        await bus.request("host.order", ORDER, host="h1")
+        await ask(bus)
 
 
 async def test_an_answer_that_is_larger_than_may_be_sent_is_said_to_be(bus: Bus) -> None:
@@ -58,7 +62,7 @@ async def test_an_answer_that_is_larger_than_may_be_sent_is_said_to_be(bus: Bus)
 
     await bus.serve("host.order", handler, host="h1")
     with pytest.raises(Refused, match=r"the answer to host\.order\.h1: larger than the \d+ bytes that may be sent"):
-        await bus.request("host.order", ORDER, host="h1")
+        await ask(bus)
 
 
 async def test_a_request_that_does_not_decode_is_refused_by_name(bus: Bus) -> None:
@@ -86,8 +90,8 @@ async def test_handlers_run_side_by_side_and_no_answer_in_time_is_unavailable(bu
 
     service = await bus.serve("host.order", handler, host="h1")
     with pytest.raises(Unavailable, match=r"no answer within 0\.2 s"):
-        await bus.request("host.order", ORDER, timeout=0.2, host="h1")
-    await asyncio.gather(*(bus.request("host.order", ORDER, host="h1") for _ in range(2)))
+        await ask(bus, timeout=0.2)
+    await asyncio.gather(*(ask(bus) for _ in range(2)))
     await service.stop()
 
 
@@ -102,15 +106,15 @@ async def test_who_gives_up_leaves_nothing_behind_and_the_late_answer_harms_nobo
 
     await bus.serve("host.order", handler, host="h1")
     slow = ProcessOrder(worker="w", action="stop", reason="slow")
-    asked = asyncio.create_task(bus.request("host.order", slow, host="h1", watch="host.order.h1"))
-    await bus.request("host.order", ORDER, host="h1")  # by now the first one is there, too
+    asked = asyncio.create_task(ask(bus, slow, watch="host.order.h1"))
+    await ask(bus)  # by now the first one is there, too
     asked.cancel()
     with pytest.raises(asyncio.CancelledError):
         await asked
     assert not bus.client._resp_map
     gate.set()
     await late.wait()
-    assert await bus.request("host.order", ORDER, host="h1") == Ack(error="test")
+    assert await ask(bus) == Ack(error="test")
 
 
 async def test_a_queue_group_shares_and_a_handler_may_stop_its_own_service(bus: Bus, server: EmbeddedServer) -> None:
@@ -130,7 +134,7 @@ async def test_a_queue_group_shares_and_a_handler_may_stop_its_own_service(bus: 
     for name, connection in (("test", bus), ("other", other)):
         services[name] = await connection.serve("host.order", handler(name), queue="hosts", host="h1")
     for _ in range(20):
-        await bus.request("host.order", ORDER, host="h1")
+        await ask(bus)
     assert served == {"test": 10, "other": 10}
     await other.close()
 
@@ -145,7 +149,7 @@ async def test_the_trace_goes_on_on_the_other_side(bus: Bus) -> None:
 
     await bus.serve("host.order", handler, host="h1")
     with TracerProvider().get_tracer("test").start_as_current_span("asking") as span:
-        await bus.request("host.order", ORDER, host="h1")
+        await ask(bus)
     assert seen == [span.get_span_context().trace_id]
 
 
@@ -214,6 +218,6 @@ async def test_who_asks_in_json_is_answered_in_json(bus: Bus, asked: str) -> Non
     body = SessionCall(op="restore", state=b"\x00\xff")
     encoder = msgspec.json if "json" in asked.lower() else msgspec.msgpack
     headers = {"Content-Type": asked} if asked else {}
-    answer = await bus.client.request("env.session.acme.s", encoder.encode(body), headers=headers)
+    answer = await bus.client.request("env.session.acme.s", encoder.encode(body), timeout=30, headers=headers)
     assert (answer.headers or {})["Content-Type"] == f"application/{'json' if encoder is msgspec.json else 'msgpack'}"
     assert encoder.decode(answer.data) == {"state": "AP8=" if encoder is msgspec.json else b"\x00\xff", "steps": 3}

@@ -2,13 +2,14 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import structlog
 
 from nexus_bus import config, registry
-from nexus_bus.bus import Bus, Durable, EmbeddedServer, Incoming, ensure_tenant
+from nexus_bus.bus import Bus, Durable, EmbeddedServer, Incoming, ensure_tenant, rollout_durable
 from nexus_bus.errors import EnvironmentFault
 from nexus_bus.worker import Context, Pulse
 from schemas.control import JobReport
@@ -67,8 +68,11 @@ class House:
 
 
 @pytest.fixture
-async def line(bus: Bus, server: EmbeddedServer) -> AsyncIterator[Any]:
+async def line(bus: Bus, server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Any]:
     """`await line(...)`: a rollout worker that would wait for ever, and environment workers as they are started."""
+    # Nor does its order come a second time because the machine stalls.
+    patient_durable = lambda tenant, sessions: replace(rollout_durable(tenant, sessions), ack_wait=30.0)  # noqa: E731
+    monkeypatch.setattr(rollout, "rollout_durable", patient_durable)
     stop, running = asyncio.Event(), list[tuple[asyncio.Task[None], Bus]]()
     houses: list[House] = []
 

@@ -12,7 +12,8 @@ from nexus_bus.spare import Spare
 pytestmark = pytest.mark.timeout(240)
 
 
-async def test_a_spare_becomes_who_it_is_told_to_be(tmp_path: Path, eventually: Any):
+async def test_a_spare_becomes_who_it_is_told_to_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, eventually: Any):
+    monkeypatch.setattr("nexus_bus.spare.LATER_S", 0.1)
     spare, log = Spare(tmp_path / "spare.log", os.environ), tmp_path / "trainer-0.log"
     assert spare.take("trainer-0", ["--version"], log) is None, "nobody asked for one"
     spare.start()

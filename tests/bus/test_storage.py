@@ -4,13 +4,15 @@ import asyncio
 import base64
 import os
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
 import pytest
 
-from nexus_bus.bus import Bus, EmbeddedServer, ensure_topology
+from nexus_bus.audit import audit
+from nexus_bus.bus import Bus, EmbeddedServer, ensure_topology, topology
 from nexus_bus.errors import BadMessage, Conflict, NotFound, Unavailable
 from schemas.base import BlobRef
 from schemas.events import Event
@@ -30,7 +32,8 @@ async def publish(bus: Bus, *numbers: int, tenant: str = "acme", job: str = "pic
         await bus.publish("event", event(n), msg_id=f"{tenant}/{job}/{n}", tenant=tenant, job=job)
 
 
-async def test_the_same_id_is_stored_once(bus: Bus, held: Any) -> None:
+async def test_the_same_id_is_stored_once(bus: Bus, held: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nexus_bus.bus.publish.RESEND_S", 60.0)  # else one that is slow to be confirmed is its own duplicate
     first = await bus.publish("event", event(1), msg_id="one", tenant="acme", job="pick")
     second = await bus.publish("event", event(2), msg_id="one", tenant="acme", job="pick")
     assert (first.duplicate, second.duplicate, second.seq) == (False, True, first.seq)
@@ -56,6 +59,27 @@ async def test_ensuring_the_streams_from_many_processes_at_once_is_safe(server: 
     assert (await buses[3].js.stream_info("EVENTS")).state.messages == 1
     for bus in buses:
         await bus.close()
+
+
+async def test_whoever_floods_a_log_that_all_share_pushes_out_its_own_entries(
+    server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared = [replace(one, max_bytes=256 << 10) for one in topology.STREAMS if one.name in ("AUDIT", "EVENTS")]
+    small = [replace(one, remembered=min(one.remembered, 50)) for one in shared]
+    bus = await Bus.connect(server.url, name="w")
+    for streams in ([replace(one, remembered=-1) for one in shared], small):  # as an earlier release made them, and now
+        monkeypatch.setattr(topology, "STREAMS", streams)
+        await ensure_topology(bus)
+    await audit(bus, "globex", "job.submit", "pick", "asked", "", key="1")
+    await publish(bus, 1, tenant="globex")
+    for first in range(0, 1000, 100):
+        some = range(first, first + 100)
+        await asyncio.gather(*(audit(bus, "acme", "data.drop", "_", "asked", "x" * 300, key=str(n)) for n in some))
+        await publish(bus, *some)
+    for name in ("audit", "event"):
+        kept = [item.tokens["tenant"] async for item in bus.tail(name, follow=False)]
+        assert (kept.count("globex"), kept.count("acme")) == (1, 50), name
+    await bus.close()
 
 
 async def test_connecting_to_nothing_says_what_to_do() -> None:
@@ -256,6 +280,9 @@ async def test_content_that_finds_no_room_is_unavailable_however_many_chunks_it_
     config = (await bus.js.stream_info("OBJ_blobs")).config
     config.max_bytes = 1 << 20
     await bus.js.update_stream(config)
-    for size in (1_500_000, 5_000_000):
+
+    async def finds_no_room(size: int) -> None:
         with pytest.raises(Unavailable, match=r"not stored within .* is full"):
-            await bus.blobs.put(os.urandom(size), deadline=1.0)
+            await bus.blobs.put(os.urandom(size), deadline=3.0)
+
+    await asyncio.gather(finds_no_room(1_500_000), finds_no_room(5_000_000))

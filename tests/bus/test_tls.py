@@ -36,7 +36,7 @@ async def test_who_has_another_does_not_say_a_word(secured: EmbeddedServer, tmp_
     Listening(tls=True).files(tmp_path / "other")
     monkeypatch.setenv("NEXUS_CA", str(tmp_path / "other" / "ca.pem"))
     with pytest.raises(Unavailable, match=r"NEXUS_CA names the ca\.pem"):
-        await Bus.connect(secured.url, creds=secured.creds, timeout=3.0)
+        await Bus.connect(secured.url, creds=secured.creds, timeout=6.0)
 
 
 async def test_nobody_gets_in_in_the_clear(secured: EmbeddedServer):
@@ -53,7 +53,7 @@ async def test_nobody_gets_in_in_the_clear(secured: EmbeddedServer):
 async def test_a_server_that_does_not_encrypt_is_not_spoken_to_under_tls(server: EmbeddedServer):
     assert server.url.startswith("nats://")
     with pytest.raises(Unavailable, match="does not encrypt"):
-        await Bus.connect(server.url.replace("nats://", "tls://"), creds=server.creds, timeout=3.0)
+        await Bus.connect(server.url.replace("nats://", "tls://"), creds=server.creds, timeout=6.0)
 
 
 async def test_a_certificate_that_ends_or_lacks_a_name_is_made_anew(secured: EmbeddedServer, tmp_path: Path):
@@ -70,7 +70,11 @@ async def test_a_certificate_of_ones_own(secured: EmbeddedServer, tmp_path: Path
     try:
         assert (server.url.partition(":")[0], server.ca) == ("tls", None)
         client = await nats.connect(
-            server.url, tls=context(secured.ca), user_credentials=str(server.creds), allow_reconnect=False
+            server.url,
+            tls=context(secured.ca),
+            user_credentials=str(server.creds),
+            allow_reconnect=False,
+            connect_timeout=30,
         )
         assert client.is_connected
         await client.close()

@@ -44,7 +44,7 @@ async def storehouse(siege: Siege) -> AsyncIterator[Path]:
     finally:
         await serving.close()
         await bus.close()
-        shutil.rmtree(root)
+        shutil.rmtree(root, ignore_errors=True)
 
 
 def _files(files: dict[str, bytes]) -> list[dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 
 import msgspec
 from nats.aio.msg import Msg
@@ -182,10 +183,12 @@ async def answers_that_are_calls(siege: Siege, intruder: Attacker) -> str | None
     for name in ("account.show", "job.get", "job.list", "policy.pin", "infer.request", "event.read"):
         for reply in ("account.show", "job.list", name):
             await intruder.send(name, b"{}", reply)
-    await cost()
     await siege.served()
-    after = await cost()
-    return f"5 calls bring the gateway {after} messages, {at_rest} before" if after > 2 * at_rest else None
+    ends = time.monotonic() + 60
+    while (after := await cost()) > 2 * at_rest:  # others' messages count, too; a loop goes on, and they do not
+        if time.monotonic() > ends:
+            return f"5 calls bring the gateway {after} messages, {at_rest} before"
+    return None
 
 
 @attack("Calls that nobody waits for.")

@@ -185,6 +185,9 @@ class Siege:
 
     async def rebase(self) -> None:
         """What is there now is how it should be: the victim itself has done something."""
+        async with asyncio.timeout(60):  # an order that is still in hand would be missed later
+            while any(VICTIM in on.split(".") for on in await self.bus.queued("JOBS")):
+                await asyncio.sleep(0.01)
         self.baseline = await self.property()
 
     async def tidy(self) -> None:
@@ -213,11 +216,11 @@ class Siege:
             return f"the victim's sessions are gone: {error}"
         if said is not None:
             return said
+        if intruder.client.is_connected:  # what is under way arrives before this is answered
+            await intruder.client.flush()
         for mark in self.marks:
             if (at := intruder.received.find(mark)) >= 0:
                 return f"received {intruder.received[max(0, at - 60) : at + 60]!r}"
-        if intruder.client.is_connected:  # what is under way arrives before this is answered
-            await intruder.client.flush()
         if self.robot.fading:  # the attack took its time, and an honest worker has offered again meanwhile
             await self.robot.offer()
         after = await self.property()
@@ -244,7 +247,7 @@ async def besieged(url: str, authority: Path) -> AsyncIterator[Siege]:
         keys = {
             name: await tenants.add(name, limits) for name, limits in ((VICTIM, None), (INTRUDER, small), (NAMESAKE, small))
         }
-        gateway = Gateway(_context("gateway", gate, GatewayConfig(tenant_calls=TENANT_CALLS, infer_timeout_s=300.0)))
+        gateway = Gateway(_context("gateway", gate, GatewayConfig(tenant_calls=TENANT_CALLS, infer_timeout_s=3600.0)))
         await gateway.open()
         victim = await stack.enter_async_context(attacker(url, keys[VICTIM].creds, True))
         siege = Siege(url, authority, bus, tenants, gateway, keys, victim)
@@ -336,7 +339,7 @@ async def _furnish(siege: Siege) -> None:
     answer = await victim.pack("policy.upload", {"upload": UPLOAD, "offset": 0, "data": MARK.encode()})
     assert not answer.error, answer
     request = {"id": f"{MARK}-1", "job": JOB, "policy": POLICY, "observation": observation(MARK)}
-    siege.open_request = asyncio.create_task(victim.ask("infer.request", msgspec.msgpack.encode(request), within=600.0))
+    siege.open_request = asyncio.create_task(victim.ask("infer.request", msgspec.msgpack.encode(request), within=3600.0))
     async with asyncio.timeout(60):
         while f"infer.request.{VICTIM}" not in await bus.queued("INFERENCE"):
             await asyncio.sleep(0.01)

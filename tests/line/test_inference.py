@@ -1,108 +1,29 @@
 """The inference worker's own code on a real server: loads that hold up nobody, names that give their version or an error."""
 
-import asyncio
 import threading
 import time
-import uuid
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
-import numpy as np
 import pytest
-import structlog
 import torch
 
-from nexus_bus import config, registry
-from nexus_bus.bus import Bus, Durable, ensure_tenant, inference_durable, topology
-from nexus_bus.clock import now
+from nexus_bus.bus import Bus, Durable, inference_durable, topology
 from nexus_bus.models.backbone import Backbone
 from nexus_bus.models.checkpoint import weights_bytes
-from nexus_bus.models.contract import build_contract
 from nexus_bus.models.features import Look, VLAFeature
 from nexus_bus.models.slots import build_module
-from nexus_bus.tensors import encode_image, from_tensor, to_tensor
-from nexus_bus.worker import Context, Pulse
+from nexus_bus.tensors import from_tensor
 from schemas.base import PROVIDER
-from schemas.environment import Observation
-from schemas.events import Event
-from schemas.inference import InferenceReply, InferenceRequest
 from schemas.job import HeadSpec
-from schemas.policy import ActionSpec, ObservationSpec, PolicyContract, PolicyVersion
-from schemas.subjects import subject
+from schemas.policy import PolicyVersion
 from tests.conftest import Eventually
+from tests.line.asking import TENANT, Asker, Start, events, held, starting
 from workers import inference as worker
-from workers.inference import Inference
 
 pytestmark = pytest.mark.timeout(120)
-
-TENANT = "acme"
-
-
-@dataclass
-class Asker:
-    """A tenant's side: publishes versions, asks, and keeps what was answered."""
-
-    bus: Bus
-    backbone: Backbone
-    inbox: str = ""
-    replies: dict[str, list[InferenceReply]] = field(default_factory=dict)
-
-    async def open(self) -> "Asker":
-        async def answered(reply: InferenceReply, _headers: dict[str, str]) -> None:
-            self.replies.setdefault(reply.id, []).append(reply)
-
-        self.inbox = (await self.bus.inbox("infer.reply", answered)).subject
-        await self.bus.kv("registry").put(registry.tenant_key(TENANT), {})
-        await ensure_tenant(self.bus, TENANT)
-        return self
-
-    def contract(self, **changes: Any) -> PolicyContract:
-        built = build_contract(
-            backbone=self.backbone.info,
-            head=HeadSpec(type="oft", horizon=2, options={"width": 8, "blocks": 1, "value_width": 8}),
-            action=ActionSpec(size=2, low=[-1.0, -1.0], high=[1.0, 1.0]),
-            observation=ObservationSpec(cameras={"front": (96, 96, 3)}, state_size=1),
-        )
-        return msgspec.structs.replace(built, **changes)
-
-    async def publish(self, job: str, n: int = 0, seed: int = 0, weights: bytes | None = None, **changes: Any) -> PolicyVersion:
-        data = weights or weights_bytes(build_module(self.contract(), self.backbone.shape, seed=seed))
-        version = PolicyVersion(
-            id=f"{job}@{n}", tenant=TENANT, job=job, n=n, parent=None, contract=self.contract(**changes),
-            weights=await self.bus.blobs.put(data), created=now(),
-        )  # fmt: skip
-        await self.bus.kv("registry").put(registry.policy_key(TENANT, job, n), version)
-        return version
-
-    async def retire(self, version: PolicyVersion) -> None:
-        gone = msgspec.structs.replace(version, retired=now())
-        await self.bus.kv("registry").put(registry.policy_key(TENANT, version.job, version.n), gone)
-
-    async def send(self, policy: str, scene: int = 0, **options: Any) -> str:
-        picture = np.random.default_rng(scene).integers(0, 256, (96, 96, 3), dtype=np.uint8)
-        seen = Observation(
-            images={"front": encode_image(picture)}, state=to_tensor(np.zeros(1, np.float32)), instruction="touch the red block"
-        )
-        name = uuid.uuid4().hex
-        request = InferenceRequest(id=name, job=policy.partition("@")[0], policy=policy, observation=seen, **options)
-        await self.bus.publish("infer.request", request, msg_id=name, headers={"Nexus-Reply-To": self.inbox}, tenant=TENANT)
-        return name
-
-    async def reply(self, name: str, within: float = 30.0) -> InferenceReply:
-        ends = time.monotonic() + within
-        while name not in self.replies:
-            assert time.monotonic() < ends, f"no answer within {within} s"
-            await asyncio.sleep(0.002)
-        return self.replies[name][0]
-
-    async def ask(self, policy: str, scene: int = 0, **options: Any) -> InferenceReply:
-        return await self.reply(await self.send(policy, scene, **options))
-
-
-Start = Callable[..., Any]
 
 
 @pytest.fixture(scope="module")
@@ -118,25 +39,8 @@ async def asker(bus: Bus, backbone: Backbone) -> Asker:
 @pytest.fixture
 async def start(bus: Bus, backbone: Backbone, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Start]:
     """`await start(slots=2)` runs a worker with these settings until the test ends."""
-    monkeypatch.setenv("NEXUS_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr(Backbone, "load", lambda *_, **__: backbone)
-    running: list[tuple[Inference, asyncio.Task[None]]] = []
-
-    async def begin(**flags: Any) -> Inference:
-        settings = config.load("inference", flags=flags).value
-        context = Context("inference", "inference-0", bus, settings, asyncio.Event(), Pulse(), structlog.get_logger(), "here")
-        serving = Inference(context)
-        task = asyncio.create_task(serving.run())
-        running.append((serving, task))
-        while context.pulse.state != "running":
-            assert not task.done(), task.result()
-            await asyncio.sleep(0.01)
-        return serving
-
-    yield begin
-    for serving, task in running:
-        serving.context.stop.set()
-        await asyncio.wait_for(task, 30)
+    async with starting(bus, backbone, tmp_path / "home", monkeypatch) as begin:
+        yield begin
 
 
 class Gate:
@@ -165,17 +69,6 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     gate.opened.set()
 
 
-async def events(bus: Bus, tenant: str, kind: str, count: int) -> list[Event]:
-    """The first so many events of a kind."""
-    found: list[Event] = []
-    async with asyncio.timeout(30):
-        async for item in bus.tail("event", since="all", tenant=tenant, job="*"):
-            found += [item.message] if item.message.type == kind else []
-            if len(found) == count:
-                break
-    return found
-
-
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """The server gives a request to somebody else after a second of silence."""
@@ -201,7 +94,7 @@ async def test_a_version_that_loads_holds_up_nobody_and_its_requests_are_kept(
     while time.monotonic() < ends:
         assert (await asker.ask("quick@0", 1)).policy == "quick@0"
     assert not any(name in asker.replies for name in waiting), "and nobody answers in its place"
-    await eventually(lambda: _held(bus, 3))  # the answered ones go once what they used is on record
+    await eventually(lambda: held(bus, 3))  # the answered ones go once what they used is on record
     gate.opened.set()
     for name in waiting:
         reply = await asker.reply(name)
@@ -221,7 +114,7 @@ async def test_a_request_that_nobody_waits_for_any_more_is_let_go(
     await eventually(lambda: time.time() > expires)
     gate.opened.set()
     assert (await asker.reply(patient)).error == ""
-    await eventually(lambda: _held(bus))
+    await eventually(lambda: held(bus))
     assert late not in asker.replies
 
 
@@ -253,17 +146,6 @@ async def test_a_name_gives_its_version_or_an_error_that_says_what_is_wrong(aske
     assert (await asker.ask("good@0")).policy == "good@0"
     await asker.publish("good", 1, seed=3)
     assert (await asker.ask("good@1")).policy == "good@1", "what was missing is served once it is there"
-
-
-async def test_an_unreadable_request_is_answered_too(asker: Asker, start: Start, bus: Bus, eventually: Eventually) -> None:
-    await start()
-    given = {"Nats-Msg-Id": "garbled", "Content-Type": "application/json", "Nexus-Reply-To": asker.inbox}
-    await bus.publisher.send(subject("infer.request", tenant=TENANT), b'{"id": "garbled", "job": 7}', given, 30.0)
-    reply = await asker.reply("garbled")
-    assert reply.error_code == "bad_message"
-    assert "job" in reply.error
-    assert [event.message for event in await events(bus, TENANT, "request.refused", 1)] == [reply.error]
-    await eventually(lambda: _held(bus))
 
 
 async def test_what_is_published_for_a_served_job_is_ready_before_it_is_asked_for(
@@ -392,8 +274,3 @@ async def test_what_a_stopped_worker_had_set_aside_goes_to_another(
     gate.opened.set()
     await start()
     assert (await asker.reply(name)).policy == "slow@0"
-
-
-async def _held(bus: Bus, count: int = 0) -> bool:
-    info = await bus.js.consumer_info("INFERENCE", f"infer-{TENANT}")
-    return (info.num_ack_pending, info.num_pending) == (count, 0)

@@ -237,3 +237,19 @@ def test_a_job_takes_the_base_that_the_service_holds_and_no_other(tmp_path: Path
     assert compile_plan(job_spec(SFT), "acme", None, str(tmp_path)).spec.base == str(tmp_path)
     with pytest.raises(BadJob, match=r"base: the job asks for 'nexus-nano', this service holds .*; leave `base` out"):
         compile_plan(job_spec(SFT | {"base": "nexus-nano"}), "acme", None, str(tmp_path))
+    assert compile_plan(job_spec(SFT | {"base": "mine"}), "acme", None, str(tmp_path)).spec.base == str(tmp_path), "by its name"
+
+
+def test_a_service_looks_at_no_path_that_a_job_names(tmp_path: Path):
+    def said(base: str) -> str:
+        with pytest.raises(BadJob) as caught:
+            compile_plan(job_spec(SFT | {"base": base}), "acme", None, "nexus-nano")
+        return str(caught.value).replace(base[:80], "X")
+
+    (tmp_path / "bomb").mkdir()
+    (tmp_path / "bomb/config.json").write_text("[" * 1_000_000)
+    (tmp_path / "pair").mkdir()
+    (tmp_path / "pair/nexus.json").write_text('{"kind": "pair", "vision": "/etc", "text": "/etc"}')
+    named = [str(tmp_path / name) for name in ("bomb", "pair", "none")]
+    found = {said(base) for base in (*named, "some/model", "y" * 9999)}
+    assert found == {"base: the job asks for 'X', this service holds 'nexus-nano'; leave `base` out to take that"}

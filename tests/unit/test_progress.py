@@ -128,3 +128,15 @@ def test_a_closed_job_ignores_what_comes_late() -> None:
 )
 def test_wilson_interval_matches_published_values(successes: int, episodes: int, low: float, high: float) -> None:
     assert progress.wilson(successes, episodes) == pytest.approx((low, high), abs=1e-3)
+
+
+def test_a_recording_that_a_pause_took_back_is_handed_out_anew_by_a_name_of_its_own() -> None:
+    happening = progress.leave(sft())
+    ((_, before, _),) = happening.orders
+    paused = progress.pause(happening.state, "by request", 1.0, 0.0)
+    again = progress.resume(paused, 2.0, 0.0)
+    ((kind, name, order),) = again.orders
+    assert (kind, order.dataset, order.resumed) == ("env.prepare", "touch", 1)
+    assert name != before
+    prepared = progress.advance(paused, JobReport(job="touch", kind="prepared", frames=120)).state
+    assert progress.resume(prepared, 2.0, 0.0).orders == [], "one that was done meanwhile is not"

@@ -42,6 +42,19 @@ async def test_a_drained_loop_ends_the_rest_quietly() -> None:
     assert asyncio.get_running_loop().time() - started < 60
 
 
+async def test_an_event_says_no_more_than_fits_however_much_an_error_quotes() -> None:
+    bus = Mock(publish=AsyncMock())
+    log = cast(Any, structlog.get_logger())
+    context = Context("master", "master-0", bus, None, asyncio.Event(), Pulse(), log, "host")
+    await context.event("job.refused", "acme", job="pick", key="1", message=f"begins {'x' * 900_000} ends")
+    await context.event("job.refused", "acme", job="pick", key="2", message="short")
+    long, short = (call.args[1].message for call in bus.publish.await_args_list)
+    assert len(long) < 2100
+    assert long.startswith("begins xxx")
+    assert long.endswith("xxx ends")
+    assert short == "short"
+
+
 async def test_the_alive_file_grows_old_while_a_worker_holds_work_and_does_not_move(tmp_path: Path, eventually: Any) -> None:
     file, bus, pulse = tmp_path / "alive", Mock(cast=AsyncMock(), up=asyncio.Event()), Pulse(state="running")
     settings = RolloutConfig(url="nats://nowhere:1", alive_file=str(file))

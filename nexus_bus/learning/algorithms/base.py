@@ -18,12 +18,14 @@ from nexus_bus.models.grafts import Adapter
 from nexus_bus.models.heads import ActionModule
 from nexus_bus.models.prompt import Prompt
 from nexus_bus.models.slots import Slot, state_row
+from nexus_bus.pixels import UNIT, pixels
 from nexus_bus.tensors import decode_image, from_tensor
 from schemas.base import Tensor
 from schemas.environment import Observation
 from schemas.policy import PolicyContract
 
 BETAS = (0.9, 0.95)  # of AdamW, as the field trains action heads
+NAMED, NAME = 8, 40  # cameras in an error, and characters of each: a sender may call them anything
 
 Work = TypeVar("Work")
 
@@ -113,16 +115,31 @@ def observation_prompt(observation: Observation, contract: PolicyContract) -> Pr
     """Images in the contract's camera order, and the instruction.
 
     Raises:
-        BadMessage: a camera is missing or shows another size.
+        BadMessage: a camera is missing or shows another size; not one picture is unfolded then.
     """
-    images: list[NDArray[np.uint8]] = []
     for camera, shape in contract.observation.cameras.items():
         if (image := observation.images.get(camera)) is None:
-            raise BadMessage(f"observation.images: no camera {camera!r}; there is {', '.join(observation.images) or 'none'}")
+            there = ", ".join(name[:NAME] for name in list(observation.images)[:NAMED]) or "none"
+            raise BadMessage(f"observation.images: no camera {camera[:NAME]!r}; there is {there}")
         if image.shape != shape:
-            raise BadMessage(f"observation.images.{camera}: shape {list(image.shape)}, the contract says {list(shape)}")
-        images.append(decode_image(image))
+            found, said = list(image.shape), list(shape)
+            raise BadMessage(f"observation.images.{camera[:NAME]}: shape {found}, the contract says {said}")
+    images = [decode_image(observation.images[camera]) for camera in contract.observation.cameras]
     return Prompt(images, observation.instruction)
+
+
+def observation_prompts(observations: Sequence[Observation], contract: PolicyContract) -> list[Prompt]:
+    """Of one unit of work, all of whose pictures are held at once.
+
+    Raises:
+        BadMessage: as `observation_prompt`; or they would unfold to more than a trainer has room for.
+    """
+    if (unfolded := len(observations) * pixels(contract.observation.cameras)) > UNIT:
+        raise BadMessage(
+            f"observation.images: {len(observations)} observations at once unfold to {unfolded} pixels; at most {UNIT}: take "
+            "fewer episodes an update or samples a batch, smaller pictures, or shorter episodes"
+        )
+    return [observation_prompt(observation, contract) for observation in observations]
 
 
 def observation_states(observations: Iterable[Observation], slot: Slot) -> torch.Tensor:

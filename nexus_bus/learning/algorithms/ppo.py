@@ -28,7 +28,7 @@ from nexus_bus.learning.algorithms.base import (
     Learning,
     LearnResult,
     numbers,
-    observation_prompt,
+    observation_prompts,
     observation_states,
 )
 from nexus_bus.learning.gae import gae
@@ -76,11 +76,13 @@ class PpoWork:
             if not np.isfinite([step.log_prob, step.value, *step.rewards]).all():
                 raise BadMessage(f"{where}: log_prob, value or a reward is not finite")
         executed = np.array([step.executed for _, step in steps])
+        actions = np.stack([numbers(step.actions, shape, f"{where}.actions") for where, step in steps])
+        observations = [step.observation for _, step in steps]
         return cls(
             episodes=records,
-            observations=[step.observation for _, step in steps],
-            prompts=[observation_prompt(step.observation, contract) for _, step in steps],
-            actions=torch.from_numpy(np.stack([numbers(step.actions, shape, f"{w}.actions") for w, step in steps])),
+            observations=observations,
+            prompts=observation_prompts(observations, contract),
+            actions=torch.from_numpy(actions),
             executed=torch.from_numpy(np.arange(contract.horizon) < executed[:, None]),
             log_prob=torch.tensor([step.log_prob for _, step in steps]),
             version=torch.tensor([int(step.version.rpartition("@")[2]) for _, step in steps]),

@@ -14,7 +14,7 @@ from nexus_bus.learning.algorithms.base import (
     Learning,
     LearnResult,
     numbers,
-    observation_prompt,
+    observation_prompts,
     observation_states,
 )
 from nexus_bus.learning.schedule import cosine
@@ -52,9 +52,10 @@ class SftWork:
             if pad.shape != shape[:1] or pad.dtype != np.bool_:
                 raise BadMessage(f"samples[{i}].action_is_pad: {pad.dtype}{list(pad.shape)} is not bool[{shape[0]}]")
         actions = [numbers(sample.actions, shape, f"samples[{i}].actions") for i, sample in enumerate(batch.samples)]
+        observations = [sample.observation for sample in batch.samples]
         return cls(
-            observations=[sample.observation for sample in batch.samples],
-            prompts=[observation_prompt(sample.observation, contract) for sample in batch.samples],
+            observations=observations,
+            prompts=observation_prompts(observations, contract),
             actions=torch.from_numpy(np.stack(actions)),
             pad=torch.from_numpy(np.stack(pads)),
         )

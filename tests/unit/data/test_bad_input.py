@@ -258,6 +258,38 @@ def test_a_table_that_unpacks_to_gigabytes_is_refused(root: Path, monkeypatch: p
         Dataset(root).chunk(0, 1)
 
 
+def test_one_picture_named_in_every_row_is_not_unpacked_into_all(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rows, "MAX_GROUP", 500_000)
+    rewrite(root, observation__images__front=pa.array([{"bytes": b"x" * 100_000, "path": None}] * 9, CELL))
+    assert (root / DATA).stat().st_size < 150_000
+    with pytest.raises(BadMessage, match=r"front of row group 0 unpacks to more than 500000 bytes"):
+        Dataset(root).images(0)
+
+
+def test_cells_of_more_numbers_than_declared_are_not_unpacked(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    long = pa.array([np.zeros(20_000, np.float32)] * 9, pa.list_(pa.float32()))
+    rewrite(root, action=long)
+    dataset, read = Dataset(root), pq.ParquetFile.iter_batches
+
+    def of_others(file: Any, *args: Any, columns: list[str], **options: Any) -> Any:
+        assert "action" not in columns, "it is refused before it is unpacked"
+        return read(file, *args, columns=columns, **options)
+
+    monkeypatch.setattr(pq.ParquetFile, "iter_batches", of_others)
+    for asked in (lambda: dataset.rows.numbers("action", 0, 1), lambda: dataset.stats("action")):
+        with pytest.raises(BadMessage, match=r"action has 20000 numbers a row, meta/info\.json says shape \[2\]"):
+            asked()
+
+
+def test_a_film_that_is_a_list_of_other_files_is_refused(tmp_path: Path) -> None:
+    root = write(tmp_path / "film", "video")
+    path = next(root.rglob("*.mp4"))
+    other = path.rename(path.with_name("elsewhere"))
+    path.write_text(f"ffconcat version 1.0\nfile {other.name}\n")
+    with pytest.raises(BadMessage, match=r"no whole film: .*Invalid data"):
+        Dataset(root).images(0)
+
+
 def test_metadata_of_gigabytes_are_refused(root: Path) -> None:
     os.truncate(root / "meta/info.json", 1 << 30)  # sparse
     with pytest.raises(BadMessage, match="metadata has at most"):

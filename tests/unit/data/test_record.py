@@ -3,6 +3,7 @@
 import hashlib
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -10,7 +11,8 @@ import numpy as np
 import pytest
 
 from nexus_bus.data.reader import Dataset
-from nexus_bus.data.record import Order, record_expert
+from nexus_bus.data.record import Order, Rested, record_expert
+from nexus_bus.data.writer import resting
 from nexus_bus.envs.session import Session
 from nexus_bus.errors import ContractError, NotFound
 from schemas.job import EnvironmentSpec, ExpertSpec
@@ -76,3 +78,49 @@ def test_an_expert_that_cannot_succeed_leaves_nothing(tmp_path: Path) -> None:
 
 def _digest(root: Path) -> dict[str, str]:
     return {str(p.relative_to(root)): hashlib.sha256(p.read_bytes()).hexdigest() for p in root.rglob("*") if p.is_file()}
+
+
+def test_a_recording_that_rests_goes_on_with_the_next_attempt_and_ends_in_the_same_dataset(tmp_path: Path) -> None:
+    expert, steps = ExpertSpec(episodes=5, seed=5), 0
+
+    def later(limit: int) -> Callable[[], bool]:
+        def asked() -> bool:
+            nonlocal steps
+            steps += 1
+            return steps > limit
+
+        return asked
+
+    whole = record_expert(GRID, expert, tmp_path / "whole", asked=later(10_000))
+    all_steps, rested = steps, 0
+    for part in (0, 4, 3, 2):  # before the first episode, and then in the middle of some
+        steps = 0
+        with pytest.raises(Rested):
+            record_expert(GRID, expert, tmp_path / "set", key="mine", asked=later(all_steps // part if part else 0))
+        rest = resting(tmp_path / "set")
+        assert rest is not None
+        assert rest.episodes >= rested
+        rested = rest.episodes
+    assert 0 < rested < 5
+    seen: list[tuple[int, int]] = []
+    assert record_expert(GRID, expert, tmp_path / "set", key="mine", progress=lambda *p: seen.append(p)) == whole
+    assert seen[0] == (rested + 1, rested + 1), "nothing is played again"
+    one, other = Dataset(tmp_path / "whole"), Dataset(tmp_path / "set")
+    for index in range(len(one)):
+        a, b = one.frame(index), other.frame(index)
+        assert (a.episode, a.instruction) == (b.episode, b.instruction)
+        np.testing.assert_array_equal(a.action, b.action)
+        np.testing.assert_array_equal(a.images["grid"], b.images["grid"])
+    assert one.stats("action") == other.stats("action")
+    assert one.stats("observation.images.grid") == other.stats("observation.images.grid")
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["set", "whole"]
+
+
+def test_what_rests_is_thrown_away_by_whoever_writes_something_else_there(tmp_path: Path) -> None:
+    steps = iter([False] * 40)
+    with pytest.raises(Rested):
+        record_expert(GRID, ExpertSpec(episodes=50, seed=5), tmp_path / "set", key="one", asked=lambda: next(steps, True))
+    seen: list[tuple[int, int]] = []
+    record_expert(GRID, ExpertSpec(episodes=2, seed=6), tmp_path / "set", key="other", progress=lambda *p: seen.append(p))
+    assert seen == [(1, 1), (2, 2)]
+    assert len(Dataset(tmp_path / "set").episodes) == 2

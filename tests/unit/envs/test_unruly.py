@@ -13,7 +13,8 @@ import psutil
 import pytest
 from fake_simulator import MISDEEDS
 
-from nexus_bus.envs.host import SimulatorHost, _held
+from nexus_bus.envs.host import SimulatorHost
+from nexus_bus.envs.host import held as held_by
 from nexus_bus.errors import BadJob, EnvironmentFault, NotFound
 from nexus_bus.tensors import decode_image, from_tensor, to_tensor
 from schemas.environment import SessionCall
@@ -107,7 +108,7 @@ def test_what_processes_of_a_simulator_share_counts_once() -> None:
     with subprocess.Popen([sys.executable, "-c", FAMILY], stdout=subprocess.PIPE, start_new_session=True) as parent:
         assert parent.stdout is not None
         parent.stdout.readline()
-        held = _held(psutil.Process(parent.pid), limit=300 * MB)
+        held = held_by(psutil.Process(parent.pid), limit=300 * MB)
         os.killpg(parent.pid, signal.SIGKILL)
     assert 200 * MB < held < 300 * MB
 

@@ -1,20 +1,26 @@
 """Promise 2: alone or together, the same numbers. Promise 5: one bad thing stays one. Promise 8: every second has an owner."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from nexus_bus.errors import BadMessage
-from nexus_bus.learning.algorithms import Diverged, Ppo, PpoWork, Sft, SftWork
+from nexus_bus.learning import group as module
+from nexus_bus.learning.algorithms import Diverged, Ppo, PpoWork, Sft, SftWork, base
+from nexus_bus.learning.canary import Canary
 from nexus_bus.learning.group import GroupTrainer, Member
+from nexus_bus.models import cache
 from nexus_bus.models.backbone import Backbone
 from nexus_bus.models.cache import FeatureCache
 from nexus_bus.models.checkpoint import training_state_bytes
 from nexus_bus.models.heads import FeatureShape
 from nexus_bus.models.prompt import Prompt
 from nexus_bus.models.slots import build_module
+from nexus_bus.tensors import decode_image
 from schemas import job
+from workers import trainer as worker
 
 # head, horizon, state size, action size, local batch, options
 TENANTS = [
@@ -118,6 +124,47 @@ def test_the_forward_is_paid_by_those_who_needed_it(backbone: Backbone, make: An
     again = trainer.run([Member(members[0][1], members[0][0], work(make, members[0][1], 0, 1))])[0]
     assert again.forward_s == 0.0
     assert again.stats.hits == again.stats.unique == 3
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_pictures_are_paid_by_whose_records_hold_them_whatever_comes_of_it(
+    backbone: Backbone, make: Any, monkeypatch: pytest.MonkeyPatch, fails: bool
+):
+    clock = SimpleNamespace(now=0.0)
+
+    def look() -> float:
+        clock.now += 0.001
+        return clock.now
+
+    def decode(image: Any) -> Any:
+        if decoding == large:
+            clock.now += 1.0
+            if fails:
+                raise BadMessage("image.data: not a readable png")
+        return decode_image(image)
+
+    for one in (worker, module, cache):
+        monkeypatch.setattr(one, "time", SimpleNamespace(perf_counter=look))
+    monkeypatch.setattr(base, "decode_image", decode)
+    large, decoding = 1, -1
+
+    def seat(number: int) -> Any:
+        algorithm, slot = team(make)[number]
+
+        def next_work() -> Member:
+            nonlocal decoding
+            decoding = number
+            return Member(slot, algorithm, work(make, slot, number, 0))
+
+        return SimpleNamespace(slot=slot, next_work=next_work)
+
+    used = SimpleNamespace(add=lambda *_: None)
+    group, parking = GroupTrainer(backbone, canary=Canary(0)), SimpleNamespace(use=lambda _: {})
+    holder: Any = SimpleNamespace(group=group, parking=parking, used=used)
+    results = worker.Trainer.learn(holder, [seat(0), seat(large), seat(2)])
+    assert [result.error is not None for result in results] == [False, fails, False]
+    assert results[large].device_s > 0.9
+    assert all(0 < results[i].device_s < 0.1 for i in (0, 2)), "and not by their neighbours"
 
 
 def test_an_empty_group_is_nothing(backbone: Backbone):

@@ -8,14 +8,16 @@ import pytest
 import torch
 
 from nexus_bus.errors import BadMessage
-from nexus_bus.learning.algorithms import ALGORITHMS, Diverged, Sft, SftWork, make_algorithm
+from nexus_bus.learning.algorithms import ALGORITHMS, Diverged, PpoWork, Sft, SftWork, base, make_algorithm
+from nexus_bus.learning.algorithms.base import observation_prompt
 from nexus_bus.models.backbone import Backbone
 from nexus_bus.models.cache import FeatureCache
 from nexus_bus.models.checkpoint import restore_training_state, training_state_bytes
 from nexus_bus.models.heads import FeatureShape
 from nexus_bus.models.slots import Slot, build_module
-from nexus_bus.tensors import to_tensor
+from nexus_bus.tensors import decode_image, to_tensor
 from schemas import job
+from schemas.base import Image
 from schemas.policy import PolicyContract
 
 SPEC = job.Sft(learning_rate=2e-3, warmup_steps=3, steps=40)
@@ -98,6 +100,31 @@ def test_batches_that_do_not_fit_are_refused_by_field(make: Any):
     refused("no camera 'front'", observation=msgspec.structs.replace(sample.observation, images={}))
     with pytest.raises(BadMessage, match="batch pick/0 is empty"):
         SftWork.from_message(msgspec.structs.replace(good, samples=[]), contract)
+
+
+def test_cameras_of_any_name_are_not_quoted_at_any_length(make: Any):
+    contract = make.contract()
+    sample = make.batch(contract, 0).samples[0]
+    images = {f"{n}" + "x" * 900_000: sample.observation.images["front"] for n in range(20)}
+    with pytest.raises(BadMessage, match="no camera 'front'; there is 0x") as refused:
+        observation_prompt(msgspec.structs.replace(sample.observation, images=images), contract)
+    assert len(str(refused.value)) < 500
+
+
+def test_a_batch_that_unfolds_to_more_than_there_is_room_for_is_refused_before(make: Any, monkeypatch: pytest.MonkeyPatch):
+    """A picture of one colour takes a few KB, and 12 MB unfolded: bytes that travel bound nothing."""
+    contract = make.contract()
+    unfolded: list[Image] = []
+    monkeypatch.setattr(base, "decode_image", lambda image: unfolded.append(image) or decode_image(image))
+    monkeypatch.setattr(base, "UNIT", 4 * 96 * 96)
+    assert len(SftWork.from_message(make.batch(contract, 0, count=4), contract).prompts) == len(unfolded) == 4
+    said = "5 observations at once unfold to 46080 pixels; at most 36864: take fewer episodes an update or samples a batch"
+    with pytest.raises(BadMessage, match=said):
+        SftWork.from_message(make.batch(contract, 0, count=5), contract)
+    with pytest.raises(BadMessage, match="6 observations at once"):
+        PpoWork.from_messages([make.record(contract, i) for i in range(2)], contract)
+    assert len(PpoWork.from_messages([make.record(contract, 0)], contract).prompts) == 3, "one of them fits"
+    assert len(unfolded) == 4 + 3
 
 
 def test_the_specification_names_its_algorithm():

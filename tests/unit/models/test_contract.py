@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from typing import Any
 
 import msgspec
 import pytest
@@ -45,6 +46,18 @@ def test_without_data_and_bounds_numbers_pass_as_they_are():
 
 def test_other_image_sizes_are_filtered():
     assert contract(observation=ObservationSpec(cameras={"a": (128, 128, 3)}, state_size=3)).image_filter == "bicubic"
+
+
+def test_what_others_would_wait_for_to_be_unfolded_is_refused():
+    full_hd: Any = {f"{n}": (1080, 1920, 3) for n in range(5)}
+    contract(observation=ObservationSpec(cameras=dict(list(full_hd.items())[:4]), state_size=3))
+    for cameras, said in (
+        (full_hd, "5 with 10368000 pixels in all; at most 16 with 8388608"),
+        ({"top": (4096, 4096, 3)}, "1 with 16777216 pixels"),
+        ({f"{n}": (8, 8, 3) for n in range(17)}, "17 with 1088 pixels"),
+    ):
+        with pytest.raises(ContractError, match=rf"contract\.observation\.cameras: {said}"):
+            contract(observation=ObservationSpec(cameras=cameras, state_size=3))  # type: ignore[arg-type]
 
 
 def test_a_horizon_beyond_the_query_tokens_is_refused():
