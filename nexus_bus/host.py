@@ -41,14 +41,13 @@ LOOK_S = 0.5
 FIRST_SPARE_S = 20.0  # the workers load first
 TELL_S = 5.0  # to get an event stored
 
+CLI = 3  # words of a command before those of `nexus`
+
 # Libraries read these as they load; the same everywhere, so that results do not depend on who was started how.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "MKL_CBWR": "AUTO,STRICT", "PYTHONUNBUFFERED": "1"}
 
 Say = Callable[[str], None]
 Command = Callable[[Role, str, str], Sequence[str]]  # role, worker, url → argv
-
-
-CLI = 3  # words of a command before those of `nexus`
 
 
 def worker_command(role: Role, worker: str, url: str) -> Sequence[str]:
@@ -167,7 +166,7 @@ class Supervisor:
             await self._tell_again()
 
     async def _tell_again(self) -> None:
-        for child in self.children.values():
+        for child in list(self.children.values()):  # others come and go meanwhile
             if child.ended is not None and child.role != "health" and not child.stopped:
                 await self._tell(child.ended)
 
@@ -229,9 +228,8 @@ class Supervisor:
         child.stopped = True
         await self._end(child, signal.SIGTERM)
         code = child.process.returncode if child.process is not None else 0
-        await self._tell(
-            ProcessExit(role=child.role, worker=child.name, host=self.host, pid=child.pid, returncode=code or 0, ordered=True)
-        )
+        end = ProcessExit(role=child.role, worker=child.name, host=self.host, pid=child.pid, returncode=code or 0, ordered=True)
+        await self._tell(end)
 
     async def _event(self, kind: EventType, message: str, **data: str | int) -> None:
         if self._bus is None:
@@ -265,12 +263,11 @@ class Supervisor:
         if self._closing:
             raise Unavailable(f"{self.host} is ending")
         command = self.command(child.role, child.name, self.url)
-        process = None
-        if self._spare is not None and child.role in HEAVY:
-            process = self._spare.take(child.name, command[CLI:], child.log)
+        spare = self._spare if child.role in HEAVY else None
+        process = spare.take(child.name, command[CLI:], child.log) if spare is not None else None
         self._beside(self._watch(child, await child.start(command, self._environment(), process)))
-        if self._spare is not None and child.role in HEAVY:
-            self._spare.start(FIRST_SPARE_S)
+        if spare is not None:
+            spare.start(FIRST_SPARE_S)
 
     def _beside(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
@@ -342,7 +339,13 @@ class Supervisor:
             self.say(f"{child.name} did not end within {self.grace:g} s and was killed")
 
     async def _end_all(self) -> None:
-        await asyncio.gather(*(self._end(child, signal.SIGTERM) for child in self.children.values()))
+        async def end(child: Child) -> None:
+            async with child.lock:  # one that is just being started is there then
+                await self._end(child, signal.SIGTERM)
+
+        async with self._sizing:
+            everyone = list(self.children.values())
+        await asyncio.gather(*map(end, everyone))
         await asyncio.gather(*self._watches, return_exceptions=True)
 
 
@@ -361,8 +364,7 @@ async def up(
         Unavailable: the home is in use, or the server does not start.
     """
     with held(home):
-        stop = asyncio.Event()
-        loop = asyncio.get_running_loop()
+        stop, loop = asyncio.Event(), asyncio.get_running_loop()
         for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             loop.add_signal_handler(signum, stop.set)
         server = EmbeddedServer(home / "nats", port=port).start()
@@ -386,15 +388,13 @@ async def _keep(server: EmbeddedServer, say: Say) -> None:
     """Start the server again when it crashes: same store, same port, so that everybody finds it."""
     while True:
         await asyncio.sleep(LOOK_S)
-        code = server.ended
-        if code is None:
+        if (code := server.ended) is None:
             continue
         say(f"nats-server ended with code {code}; starting it again")
         server.stop()
-        while True:
+        while not server.pid:
             try:
                 server.start()
-                break
             except NexusError as error:
                 say(str(error))
                 await asyncio.sleep(2.0)

@@ -74,14 +74,17 @@ class Leases:
             held.lease = lease
         return True
 
-    async def drop(self, tenant: str, job: str, attempts: Sequence[Attempt] | None = None) -> None:
-        """Give it up; the epoch stays, so that a stale holder is still told from a later one."""
-        held = self._held.pop((tenant, job), None)
-        if held is None:
+    async def drop(self, lease: Lease, attempts: Sequence[Attempt] | None = None) -> None:
+        """Give it up; the epoch stays, so that a stale holder is still told from a later one. One of the same slot that was
+        taken since stays."""
+        name = lease.tenant, lease.job
+        held = self._held.get(name)
+        if held is None or held.lease.epoch != lease.epoch:
             return
+        del self._held[name]
         async with held.lock:
             free = msgspec.structs.replace(held.lease, expires=0.0)
             if attempts is not None:
                 free = msgspec.structs.replace(free, attempts=list(attempts))
             with contextlib.suppress(Conflict):  # somebody has it already, which is what dropping is for
-                await self.kv.update(registry.slot_key(tenant, job), free, held.revision)
+                await self.kv.update(registry.slot_key(*name), free, held.revision)

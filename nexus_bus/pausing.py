@@ -20,9 +20,10 @@ from nexus_bus import progress, registry
 from nexus_bus.admission import Limits, held, rests, stops
 from nexus_bus.audit import audit
 from nexus_bus.bus import Bus, Entry
-from nexus_bus.errors import BadJob, Conflict, NotFound, Refused
+from nexus_bus.errors import BadJob, Conflict, NotFound, Refused, Unavailable
 from nexus_bus.quotas import Quotas
 from nexus_bus.roster import Roster
+from nexus_bus.states import hand_out
 from schemas.job import JobPause, JobResume
 from schemas.plan import TERMINAL, JobState, Limit
 from schemas.policy import PolicyVersion
@@ -95,21 +96,21 @@ class Pausing:
                 return
 
     async def pause(self, tenant: str, job: str, reason: str, submission: str, limit: Limit = "") -> str:
-        """Let a job rest; the reason it has now. One that rests already keeps its reason, unless that is a limit.
+        """Let a job rest; the reason it has now. One that rests already keeps its reason, unless that is a limit; one that was
+        paused by this very message, and may have been resumed since, stays as it is.
 
         Raises:
             NotFound: there is no such job.
             BadJob: it has ended.
         """
-        while True:
-            entry = await self._entry(tenant, job)
+        while (entry := await self._entry(tenant, job)).value.paused_by != submission:
             state = entry.value
             if state.phase in TERMINAL:
                 raise BadJob(f"job: {job!r} is {state.phase} already")
             if state.phase == "paused":
-                if not state.limit or state.limit == limit:
-                    break
-                state = msgspec.structs.replace(state, reason=reason, limit=limit)
+                if state.limit and state.limit != limit:
+                    state = msgspec.structs.replace(state, reason=reason, limit=limit)
+                reason = state.reason
             else:
                 # Before it is written: once it is, somebody may resume it and hand the orders out anew.
                 for name in ("rollout.run", "rollout.own", "env.prepare"):
@@ -117,13 +118,13 @@ class Pausing:
                 limited = state.plan.spec.budget.device_s is not None
                 device_s = self.spending.of(tenant, job).device_s if limited else 0.0
                 state = msgspec.structs.replace(progress.pause(state, reason, time.time(), device_s), limit=limit)
-            if await self._written(entry, state):
+            if await self._written(entry, msgspec.structs.replace(state, paused_by=submission)):
                 break
         self.spending.forget(tenant, job)
         await self.context.event(
-            "job.paused", tenant, job=job, key=f"paused/{submission}", submission=submission, message=state.reason
+            "job.paused", tenant, job=job, key=f"paused/{submission}", submission=submission, message=reason
         )
-        return state.reason
+        return reason
 
     async def resume(self, tenant: str, order: JobResume, submission: str) -> str:
         """Go on where a job stopped; a sentence about it. One that was resumed by this very message stays as it is.
@@ -131,11 +132,11 @@ class Pausing:
         Raises:
             NotFound: there is no such job, or the version that it evaluated is gone.
             BadJob: it does not rest, or it would run over a limit at once; the text names it.
+            Unavailable: it is an evaluation that has just ended.
         """
         job = order.job
         while (entry := await self._entry(tenant, job)).value.resumed_by != submission:
-            entry = Entry(await self._reopened(entry.value), entry.revision)
-            state = entry.value
+            state = await self._reopened(entry.value)
             if state.phase != "paused":
                 raise BadJob(f"job: {job!r} is {state.phase}, not paused")
             budget = state.plan.spec.budget.device_s
@@ -146,7 +147,9 @@ class Pausing:
                 why = stops(state, await self.roster.of(tenant), await self.quotas.of(tenant))
                 if why:
                     raise BadJob(why)
-            if await self._went_on(entry, submission, order.add_device_s):
+            if state is not entry.value:  # or who plays would take its orders for those of one that has ended, and give them up
+                await self._written(entry, state)
+            elif await self._went_on(entry, submission, order.add_device_s):
                 break
         return await self._resumed(tenant, job, submission)
 
@@ -154,6 +157,8 @@ class Pausing:
         """An evaluation that failed or was cancelled keeps its episodes, and may go on with those that are missing."""
         if state.plan.spec.kind != "eval" or state.phase not in ("failed", "cancelled"):
             return state
+        if not state.closed:  # what its end takes away must not be what is handed out anew
+            raise Unavailable(f"job: {state.plan.spec.name!r} has just ended and is not closed yet")
         name, _, n = state.init.partition("@")
         if state.init:
             version = await self.kv.get(registry.policy_key(state.plan.tenant, name, int(n)), PolicyVersion)
@@ -167,10 +172,8 @@ class Pausing:
 
     async def _went_on(self, entry: Entry[JobState], submission: str, added_device_s: float = 0.0) -> bool:
         """Hand out anew what a pause took back; False if something happened to the job first."""
-        state = entry.value
-        happening = progress.resume(state, time.time(), added_device_s)
-        for name, msg_id, message in happening.orders:
-            await self.bus.publish(name, message, msg_id=msg_id, tenant=state.plan.tenant, job=state.plan.spec.name)
+        happening = progress.resume(entry.value, time.time(), added_device_s)
+        await hand_out(self.bus, happening)
         return await self._written(entry, msgspec.structs.replace(happening.state, resumed_by=submission, limit=""))
 
     async def _resumed(self, tenant: str, job: str, submission: str, because: str = "") -> str:

@@ -47,6 +47,7 @@ class Seat(Intake):
     revision: int = 0  # of the registry's training state
     version: int = -1
     used: Usage | None = None
+    gone: bool = False  # given up, whatever is still under way
     metrics: dict[str, float] = field(default_factory=dict)
     lag_sum: float = 0.0
     group_sum: float = 0.0
@@ -93,6 +94,7 @@ class Seat(Intake):
         if entry is not None:
             data = await bus.blobs.get(entry.value.state)
             await loop.run_in_executor(executor, restore_training_state, slot, data)
+            await loop.run_in_executor(executor, parking.use, [slot])  # hundreds come back at once after a restart
             seat.trained, seat.revision = entry.value, entry.revision
             seat.learned = seat.committed = entry.value.batches
             seat.version, seat.metrics = entry.value.version, entry.value.metrics
@@ -178,7 +180,7 @@ class Seat(Intake):
         """Commit what was learned, publish a version if one is due, then acknowledge.
 
         Raises:
-            Conflict: somebody with a later lease committed first; nothing was acknowledged.
+            Conflict: somebody with a later lease committed first, or the seat was given up meanwhile; nothing was acknowledged.
         """
         bus, kv = self.context.bus, self.context.bus.kv("registry")
         publish = self.publishes() and self.learned >= self.committed and (self.version < 0 or self.learned > self.committed)
@@ -187,8 +189,10 @@ class Seat(Intake):
         with telemetry.span("training.commit", root=True, tenant=self.tenant, job=self.job, learned=self.learned):
             state_bytes, files = await asyncio.get_running_loop().run_in_executor(self.executor, self._serialise, publish)
             state_ref = await bus.blobs.put(state_bytes)
-            if files is not None:
-                await self._publish(version, *files)
+            self._require()
+            if files is not None and not await self._publish(version, *files):
+                state_bytes, _ = await asyncio.get_running_loop().run_in_executor(self.executor, self._serialise, False)
+                state_ref = await bus.blobs.put(state_bytes)
             before = self.trained
             trained = TrainingState(
                 tenant=self.tenant,
@@ -208,6 +212,7 @@ class Seat(Intake):
                 dead=list(self.doubts.dead.values()),
             )
             key = registry.state_key(self.tenant, self.job)
+            self._require()
             used, self.used = self.used, None  # whoever releases the seat meanwhile accounts for what is here
             try:
                 self.revision = await (kv.create(key, trained) if before is None else kv.update(key, trained, self.revision))
@@ -227,6 +232,10 @@ class Seat(Intake):
             await bus.blobs.delete(before.state)
         self.lag_sum, self.group_sum, self.groups = 0.0, 0.0, 0
 
+    def _require(self) -> None:
+        if self.gone:  # whoever gave it up has accounted for what it learned: committing that would charge it twice
+            raise Conflict(f"{self.tenant}/{self.job}: the slot was given up during its commit")
+
     def _serialise(self, publish: bool) -> tuple[bytes, tuple[bytes, bytes | None] | None]:
         """Training state; and, of a version to publish, the weights of head and adapter."""
         from nexus_bus.models.checkpoint import adapter_bytes, training_state_bytes, weights_bytes
@@ -239,7 +248,8 @@ class Seat(Intake):
         adapter = adapter_bytes(self.slot.adapter) if self.slot.adapter is not None else None
         return state, (weights_bytes(self.slot.module), adapter)
 
-    async def _publish(self, n: int, weights: bytes, adapter: bytes | None) -> None:
+    async def _publish(self, n: int, weights: bytes, adapter: bytes | None) -> bool:
+        """Make a version known. False if there was one of this number, which the slot has now."""
         bus, kv = self.context.bus, self.context.bus.kv("registry")
         ref = await bus.blobs.put(weights, media_type=SAFETENSORS)
         adapter_ref = await bus.blobs.put(adapter, media_type=SAFETENSORS) if adapter is not None else None
@@ -261,7 +271,7 @@ class Seat(Intake):
             trace=self._trace() or telemetry.current_traceparent(),
         )
         key = registry.policy_key(self.tenant, self.job, n)
-        start = time.time_ns()
+        start, own = time.time_ns(), True
         try:
             await kv.create(key, policy)
             # Content that was there already may have gone with the last version that named it, just before this one did.
@@ -269,10 +279,15 @@ class Seat(Intake):
             if adapter is not None:
                 await bus.blobs.put(adapter, media_type=SAFETENSORS)
         except Conflict:
-            # A holder that died between version and commit left it; the replay came to the same weights, or something is wrong.
+            # A holder that died between version and commit left it. The replay comes to the same weights where that holds to
+            # the bit; elsewhere (the fast profile, another processor) the version counts, for others have acted with it. A
+            # holder that is stale itself ends at its commit.
             known = await kv.get(key, PolicyVersion)
-            if known is None or (known.value.weights, known.value.adapter) != (ref, adapter_ref):
-                raise Conflict(f"{policy.id} exists with other weights: another trainer published it") from None
+            if known is None:
+                raise Conflict(f"{policy.id} was published by another trainer and is gone again") from None
+            own = (known.value.weights, known.value.adapter) == (ref, adapter_ref)
+            if not own:
+                await self._adopt(known.value)
         for delivery in self.current:
             telemetry.record_span(
                 "policy.publish", start, time.time_ns(), parent=delivery.headers.get("traceparent", ""),
@@ -282,6 +297,23 @@ class Seat(Intake):
             "policy.published", self.tenant, job=self.job, key=f"policy/{n}", message=policy.id,
             data={"version": n, "step": self.slot.step, **{k: float(v) for k, v in self.metrics.items()}},
         )  # fmt: skip
+        return own
+
+    async def _adopt(self, version: PolicyVersion) -> None:
+        from nexus_bus.models.checkpoint import load_adapter, load_weights
+
+        blobs = self.context.bus.blobs
+        weights = await blobs.get(version.weights)
+        adapter = await blobs.get(version.adapter) if version.adapter is not None else None
+
+        def load() -> None:
+            self.parking.use([self.slot])
+            load_weights(self.slot.module, weights)
+            if adapter is not None:
+                load_adapter(self.slot.adapter, adapter)
+
+        await asyncio.get_running_loop().run_in_executor(self.executor, load)
+        self.context.log.warning("a version was there already, and is gone on with", tenant=self.tenant, policy=version.id)
 
     def _records(self) -> int:
         """Learned so far. Not what waits for its acknowledgement: a record that was sent twice does so twice."""

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from nexus_bus import registry
-from nexus_bus.errors import Conflict, Refused
+from nexus_bus.errors import Conflict, NexusError, Refused
 from nexus_bus.fair import gives_way, in_turns
 from nexus_bus.leases import Leases
 from nexus_bus.seat import Seat
@@ -23,6 +23,7 @@ from schemas.plan import TERMINAL, JobState
 
 ACTIVE = frozenset({"preparing", "evaluating_before", "training"})
 TICK_S = 1.0
+TRIES = 3  # of making a job's slot ready, where something goes wrong that nobody foresaw
 
 
 class Seating:
@@ -36,6 +37,7 @@ class Seating:
         self.jobs: dict[str, JobState] = {}
         self.seats: dict[str, Seat] = {}  # who was in a step least recently comes first
         self.leaving = ""  # the seat that is given up before the next step, for a job of another tenant
+        self.stumbled = Counter[str]()  # jobs whose slots could not be made ready, and how often
         self.changed = asyncio.Event()  # a job wants a seat, or a seat is free
         self.backbone: Any = None  # once it is loaded
         self.parking: Any = None
@@ -47,6 +49,7 @@ class Seating:
         async for key, entry in self.kv.watch("job.", JobState):
             if entry is None or entry.value.phase in TERMINAL:
                 self.jobs.pop(key, None)
+                self.stumbled.pop(key, None)
             else:
                 self.jobs[key] = entry.value
             if self.wanted(key) != (key in self.seats):
@@ -113,12 +116,25 @@ class Seating:
             seat = await Seat.open(self.context, state, lease, self.backbone, own, self.parking)
         except Refused as error:
             await report_failed(self.context, tenant, job, str(error))
-            await self.leases.drop(tenant, job)
+            await self.leases.drop(lease)
             return
         except Conflict as error:
             self.context.log.warning("slot taken by another while it was made ready", job=job, error=str(error))
-            await self.leases.drop(tenant, job)
+            await self.leases.drop(lease)
             return
+        except NexusError:
+            raise
+        except Exception:  # out of memory, or a fault of ours: the others' seats are not to end with it
+            self.context.log.exception("slot cannot be made ready", tenant=tenant, job=job)
+            self.stumbled[key] += 1
+            if self.stumbled[key] >= TRIES:
+                why = (
+                    f"its slot could not be made ready on {self.context.name}, {TRIES} times; the provider's log has the reason"
+                )
+                await report_failed(self.context, tenant, job, why)
+            await self.leases.drop(lease)
+            return
+        self.stumbled.pop(key, None)
         self.seats[key] = seat
         seat.receiver = asyncio.create_task(seat.receive(self.complete))
         self.context.log.info("slot taken", tenant=tenant, job=job, epoch=lease.epoch, learned=seat.learned)
@@ -137,10 +153,11 @@ class Seating:
         seat = self.seats.pop(key, None)
         if seat is None:
             return
+        seat.gone = True
         if seat.used is not None:  # never committed: learned again elsewhere, unless the job has ended
             self.used.add(*((PROVIDER, "repeated") if key in self.jobs else (seat.tenant, seat.job)), seat.used.device_s)
         await seat.close()
-        await self.leases.drop(seat.tenant, seat.job, seat.doubts.attempts(orderly=True))
+        await self.leases.drop(seat.lease, seat.doubts.attempts(orderly=True))
         self.context.log.info("slot released", tenant=seat.tenant, job=seat.job, learned=seat.learned)
         self.context.pulse.gauges["slots"] = len(self.seats)
 

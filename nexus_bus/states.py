@@ -47,12 +47,7 @@ class States:
         """Hand out what follows from a happening, then write it down. Raises Conflict if somebody changed the job first."""
         state, before = happening.state, entry.value
         tenant, job = state.plan.tenant, state.plan.spec.name
-        await asyncio.gather(
-            *(
-                self.bus.publish(name, order, msg_id=msg_id, tenant=tenant, job=job, environment=_played(order))
-                for name, msg_id, order in happening.orders
-            )
-        )
+        await hand_out(self.bus, happening)
         if state == before:
             return
         if state.phase in TERMINAL:
@@ -137,6 +132,17 @@ class States:
         action = "submit" if kind == "job.refused" else "policy"
         await audit(self.bus, tenant, action, job, "refused", why, key=submission)
         await self.context.event(kind, tenant, job=job, key=f"refused/{submission}", submission=submission, message=why)
+
+
+async def hand_out(bus: Bus, happening: progress.Happening) -> None:
+    """Publish the orders that follow from a happening."""
+    plan = happening.state.plan
+    await asyncio.gather(
+        *(
+            bus.publish(name, order, msg_id=msg_id, tenant=plan.tenant, job=plan.spec.name, environment=_played(order))
+            for name, msg_id, order in happening.orders
+        )
+    )
 
 
 def total(state: JobState) -> int:

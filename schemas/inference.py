@@ -18,7 +18,7 @@ class InferenceRequest(Message, frozen=True, kw_only=True):
     greedy: bool = True  # the head's mean or its deterministic path; False samples with `seed`
     seed: Seed = 0
     latency_ms: Annotated[float, Meta(ge=0)] = 0.0  # longest wait for its group to fill; 0: the worker's own bound
-    deadline: float = 0.0  # unix seconds after which nobody waits for the answer; 0: none
+    deadline: float = 0.0  # unix seconds, by the clock of `ce-time`, after which nobody waits for the answer; 0: none
 
 
 class InferenceReply(Message, frozen=True, kw_only=True):

@@ -73,6 +73,7 @@ class JobState(Message, frozen=True, kw_only=True):
     deadline: Seconds | None = None  # unix time at which the wall budget ends
     paused: Phase | None = None  # where a paused job goes on
     paused_at: Seconds = 0.0  # unix time; the wall budget stands still meanwhile
+    paused_by: str = ""  # message id of the last order to rest, so that a repeated one is recognised
     resumed: Count = 0  # times: orders handed out anew need ids of their own
     resumed_by: str = ""  # message id of the last order to go on, so that a repeated one is recognised
     device_s: Seconds = 0.0  # used of the device budget when it was paused

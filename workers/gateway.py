@@ -23,6 +23,7 @@ from nexus_bus.audit import NOTED, Notes, audit, by_provider, caller
 from nexus_bus.bridge import Bridge
 from nexus_bus.budgets import Budgets
 from nexus_bus.bus import Bus, Incoming
+from nexus_bus.bus.headers import REPLY_TO, TIME
 from nexus_bus.bus.page import last_sequence, whole
 from nexus_bus.calls import Orders, Reads, Turns
 from nexus_bus.config import GatewayConfig
@@ -346,7 +347,8 @@ class Gateway:
             await self.bus.publish(
                 # Used by the policy's job, whichever the tenant names: logs of all keep an entry for every name.
                 "infer.request", msgspec.structs.replace(request, id=own, job=job), msg_id=f"{tenant}/{own}", tenant=tenant,
-                deadline=QUEUE_S, headers={"Nexus-Reply-To": self.inbox},
+                # Its deadline is by the tenant's clock, which may be anywhere.
+                deadline=QUEUE_S, headers={REPLY_TO: self.inbox, TIME: incoming.headers.get(TIME, "")[:40]},
             )  # fmt: skip
             reply = await asyncio.wait_for(asked.reply, self.settings.infer_timeout_s)
         except TimeoutError:

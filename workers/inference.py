@@ -8,6 +8,7 @@ Killed  what it held is redelivered to another or to the restarted one; an answe
 """
 
 import asyncio
+import contextlib
 import time
 from collections import deque
 from collections.abc import Coroutine
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from nexus_bus import faults, telemetry, worker
 from nexus_bus.bus import Bus, Delivery, inference_durable
 from nexus_bus.bus.codec import brief
-from nexus_bus.errors import BadMessage, NexusError, NotFound
+from nexus_bus.errors import BadMessage, NexusError, NotFound, Unavailable
 from nexus_bus.loading import Loader
 from nexus_bus.models import process
 from nexus_bus.pace import Pace
@@ -39,6 +40,7 @@ ROLE: Role = "inference"
 
 DRAIN_S = 1.0  # for answers on their way when told to stop
 HOLD_S = 0.6  # what is held is said to be in progress this often; less than a third of the durable's ack_wait
+CLOCK_S = 30.0  # how often the queue's clock is looked at
 CANARY_IDLE_S = 0.02  # nothing came for so long: the canary runs
 CANARY_GROUPS = 50  # or so many groups after its answer
 TELL_S, TOLD = 1.0, 20  # of a tenant's refused requests so many become events, then one in so many seconds
@@ -71,8 +73,7 @@ class Inference:
     def __init__(self, context: Context) -> None:
         self.context = context
         self.bus: Bus = context.bus
-        room = context.config.tenant_inflight
-        self.serving = Serving(context.bus, lambda tenant, _: inference_durable(tenant), batch=room)
+        self.serving = Serving(context.bus, lambda tenant, _: inference_durable(tenant), batch=context.config.tenant_inflight)
         self.rounds = self.serving.rounds
         self.used = Tally(context.bus, context.name, "inference")
         self.compute = Device(self.used, "forward")
@@ -88,6 +89,7 @@ class Inference:
         self.told: dict[str, float] = {}  # by tenant, when the next refused request is due to become an event
         self.groups = self.answers = 0
         self.canaries: deque[Canary] = deque()
+        self.clock = 0.0  # of the queue, less our monotonic one
 
     async def run(self) -> None:
         """Serve until told to stop; what is not answered by then goes to another worker."""
@@ -95,7 +97,7 @@ class Inference:
         self.context.pulse.state = "running"
         try:
             await worker.side_by_side(
-                self.serve(), self.serving.follow(), self.versions.follow(), self.hold(), self.used.publish()
+                self.serve(), self.serving.follow(), self.versions.follow(), self.hold(), self.follow(), self.used.publish()
             )
         finally:
             await self.hand_back()
@@ -105,7 +107,8 @@ class Inference:
         settings, gauges = self.context.config, self.context.pulse.gauges
         slots = await asyncio.get_running_loop().run_in_executor(self.compute.of(PROVIDER, "loading"), self.resident)
         self.versions = Loader(self.bus, slots)
-        gauges.update(batch_knee=self.pace.batch, canary_runs=0, canary_gaps=0)
+        self.clock = await self.bus.clock("INFERENCE") - time.monotonic()
+        gauges.update(batch_knee=self.pace.batch, late=0, canary_runs=0, canary_gaps=0)
         curve = dict(zip(self.pace.curve.sizes, (round(1000 * s, 2) for s in self.pace.curve.seconds), strict=True))
         self.context.log.info(
             "backbone resident", base=settings.base, fingerprint=self.backbone.fingerprint[:12], batch=self.pace.batch, ms=curve
@@ -202,9 +205,12 @@ class Inference:
 
     def expired(self, ask: Ask) -> bool:
         """Whether nobody waits for the answer any more; the request is let go then."""
-        if not 0 < ask.request.deadline < time.time():
+        # What it is by the asker's clock: when it was sent, and by the queue's since then. Those of several machines are apart.
+        delivery = ask.delivery
+        if not 0 < ask.request.deadline < delivery.sent + self.clock + time.monotonic() - delivery.published_ns / 1e9:
             return False
-        self.later(ask.delivery.ack(), ask.delivery)
+        self.context.pulse.gauges["late"] += 1
+        self.later(delivery.ack(), delivery)
         return True
 
     async def set_aside(self, delivery: Delivery, request: InferenceRequest) -> None:
@@ -253,8 +259,7 @@ class Inference:
 
     async def answer(self, asks: list[Ask], results: list["Answer"], start_ns: int, busy_s: float) -> None:
         """Send the answers, and account for the forward; what is answered is acknowledged once that is on record."""
-        end_ns = start_ns + int(busy_s * 1e9)
-        tenants = len({ask.delivery.tenant for ask in asks})
+        end_ns, tenants = start_ns + int(busy_s * 1e9), len({ask.delivery.tenant for ask in asks})
         links = [link for ask in asks if (link := telemetry.link_from(ask.delivery.headers.get("traceparent", ""))) is not None]
         group = telemetry.record_span(
             "inference.group", start_ns, end_ns, attributes={"group": len(asks), "tenants": tenants}, links=links
@@ -267,9 +272,8 @@ class Inference:
             self.used.charge(ask.delivery, ask.request.job, share, len(asks))
             telemetry.record_span("inference.queue", ask.delivery.published_ns, start_ns, parent=parent)
             telemetry.record_span(
-                "inference.forward", start_ns, end_ns, parent=parent,
+                "inference.forward", start_ns, end_ns, parent=parent, links=[group_link] if group_link else [],
                 attributes={"policy": ask.request.policy, "group": len(asks), "tenants": tenants, "device_s": share},
-                links=[group_link] if group_link else [],
             )  # fmt: skip
             acted = result.acted
             if acted is None:
@@ -352,6 +356,13 @@ class Inference:
             self.held = {delivery for delivery in self.held if not delivery.settled}
             for delivery in list(self.held):
                 await delivery.in_progress()
+
+    async def follow(self) -> None:
+        """Know the time of the queue, should a clock be set."""
+        while True:
+            await asyncio.sleep(CLOCK_S)
+            with contextlib.suppress(Unavailable):
+                self.clock = await self.bus.clock("INFERENCE") - time.monotonic()
 
     async def hand_back(self) -> None:
         """At the end: what was not answered goes to another worker at once."""

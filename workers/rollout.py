@@ -37,7 +37,7 @@ from schemas.subjects import subject
 ROLE: Role = "rollout"
 
 # What is queued for a job that has ended, the master takes away, so nothing comes again; but for one that goes on this very
-# moment: its orders are there before its state says so.
+# moment, while the server's copy of its state is behind.
 ENDED = Retry(0.5, "its job has ended")
 
 

@@ -270,7 +270,8 @@ class Trainer:
             await commit
         except (Conflict, Unreadable) as error:
             self.context.log.warning("slot lost", tenant=seat.tenant, job=seat.job, error=str(error))
-            await self.seating.release(registry.job_key(seat.tenant, seat.job))
+            if not seat.gone:  # else its job may have another one by now
+                await self.seating.release(registry.job_key(seat.tenant, seat.job))
 
     def trace(self, seats: list[Seat], start: int, end: int) -> None:
         """The grouped step as a span of its own, and in each record's trace: how long it waited, what it became part of."""

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import time
+from datetime import datetime
 from typing import Any
 
 import msgspec
@@ -88,6 +89,13 @@ class ServerApi:
             found |= page
             if not page or len(found) >= int(info.get("total", 0)):
                 return found
+
+    async def clock(self, stream: str) -> float:
+        """Unix time by the clock that stamps a stream's messages. Raises Unavailable."""
+        info: dict[str, Any] = json.loads((await self.ask(f"$JS.API.STREAM.INFO.{stream}")).data)
+        if "ts" not in info:  # the stream is not there just now
+            raise Unavailable(f"{stream}: the server does not say what time it is")
+        return datetime.fromisoformat(info["ts"]).timestamp()
 
     async def drop(self, stream: str, on: str) -> None:
         """Remove what is queued on one subject, whatever its tokens are."""

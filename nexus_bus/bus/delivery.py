@@ -4,6 +4,7 @@ import asyncio
 import re
 import time
 from collections.abc import Iterable
+from datetime import datetime
 from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
@@ -77,9 +78,12 @@ class Delivery:
         return given if INBOX.fullmatch(given) else ""
 
     @property
-    def age(self) -> float:
-        """Seconds since the stream took it."""
-        return time.time() - self.published_ns / 1e9
+    def sent(self) -> float:
+        """When the sender sent it, unix time by its own clock; if it does not say, when the stream took it."""
+        try:
+            return datetime.fromisoformat(self.headers.get(wire.TIME, "")).timestamp()
+        except (ValueError, OverflowError):
+            return self.published_ns / 1e9
 
     async def load(self) -> None:
         """Fetch the payload if it travels by the object store.

@@ -13,6 +13,7 @@ from schemas.subjects import SubjectEntry
 
 MSG_ID = "Nats-Msg-Id"
 CONTENT_TYPE = "Content-Type"
+TIME = "ce-time"  # RFC 3339, when it was sent, by the sender's clock
 REPLY_TO = "Nexus-Reply-To"
 CALLER = "Nexus-Caller"  # of the provider's requests: the key of who asks; of a tenant's the server says it
 BLOB = "Nexus-Blob"  # the payload is a BlobRef; the message itself lies in the object store
@@ -35,7 +36,7 @@ def build(row: SubjectEntry, source: str, msg_id: str = "", extra: Mapping[str, 
         "ce-type": row.type,
         "ce-source": f"/nexus/{source}",
         "ce-id": msg_id or os.urandom(16).hex(),
-        "ce-time": now(),
+        TIME: now(),
     }
     if msg_id:
         headers[MSG_ID] = msg_id

@@ -138,11 +138,25 @@ class EmbeddedServer:
         """Start, and return when JetStream answers. Must be called from the main thread: the server dies with its thread.
 
         Raises:
-            Unavailable: no binary, another server on this directory, or the port taken; the text says what to do.
+            Unavailable: no binary, another server on this directory, the port taken, or the machine out of memory or disk; the
+                text says what to do.
         """
         if threading.current_thread() is not threading.main_thread():
             raise RuntimeError("start the server from the main thread: it dies with the thread that started it")
-        binary = find_binary()
+        try:
+            self._process = self._begin(find_binary())
+        except OSError as error:
+            raise Unavailable(
+                f"nats-server in {self.directory} cannot be started: {error}; is the disk or memory full?"
+            ) from error
+        try:
+            self._await_ready(self._process, time.monotonic() + timeout)
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def _begin(self, binary: str) -> "subprocess.Popen[bytes]":
         self.directory.mkdir(parents=True, exist_ok=True)
         lock = self._lock()
         try:
@@ -155,7 +169,7 @@ class EmbeddedServer:
             )
             path.write_text(text)
             with (self.directory / "stderr.log").open("wb") as complaints:
-                self._process = subprocess.Popen(  # noqa: S603 - our own binary and file
+                return subprocess.Popen(  # noqa: S603 - our own binary and file
                     [binary, "-c", str(path)],
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
@@ -166,12 +180,6 @@ class EmbeddedServer:
                 )
         finally:
             os.close(lock)
-        try:
-            self._await_ready(self._process, time.monotonic() + timeout)
-        except BaseException:
-            self.stop()
-            raise
-        return self
 
     def stop(self, timeout: float = 10.0) -> None:
         """End it. Its data and its port stay."""
@@ -231,7 +239,10 @@ class EmbeddedServer:
             with socket.socket() as any_port:
                 any_port.bind(("127.0.0.1", 0))
                 port = any_port.getsockname()[1]
-        path.write_text(f"{port}\n")
+        if _number(path) != port:
+            written = path.with_suffix(".new")  # in one step: a full disk must not leave an empty one, clients look there
+            written.write_text(f"{port}\n")
+            written.replace(path)
         return port
 
     def _await_ready(self, process: "subprocess.Popen[bytes]", ends: float) -> None:

@@ -54,8 +54,9 @@ STREAMS: tuple[Stream, ...] = (
 OFFER_S = 15.0  # an offer that is not repeated is over
 # Bytes, and seconds until a value is forgotten that nobody wrote again.
 BUCKETS = {"registry": (1024 * MB, 0.0), "leases": (16 * MB, 0.0), "offers": (64 * MB, OFFER_S)}
-BLOBS, PAYLOADS = "blobs", "payloads"  # for good; and for messages too large to travel, which are read within days or never
-OBJECTS = {BLOBS: (4096 * MB, 0.0), PAYLOADS: (1024 * MB, 7 * DAY_S)}
+# For good; and for messages too large to travel, kept as long as letters in DEAD: a job may rest for weeks with records queued.
+BLOBS, PAYLOADS = "blobs", "payloads"
+OBJECTS = {BLOBS: (4096 * MB, 0.0), PAYLOADS: (1024 * MB, 30 * DAY_S)}
 
 # Consumers that all tenants shared, in a store of an earlier release. A work queue allows no second one on their subjects.
 OUTGROWN = (("ROLLOUT", "rollout"), ("ROLLOUT", "environment"), ("JOBS", "master"))

@@ -1,6 +1,7 @@
 """`nexus up`, `nexus down`, `nexus worker`: processes."""
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -95,7 +96,8 @@ def up_command(
 
 
 def _say(text: str) -> None:
-    click.echo(f"{time.strftime('%H:%M:%S')} {text}")
+    with contextlib.suppress(OSError):  # a log that is full, or a terminal that is gone, must end nothing
+        click.echo(f"{time.strftime('%H:%M:%S')} {text}")
 
 
 def _detach(home: Path, port: int | None, counts: dict[str, int | None], further: list[str]) -> None:

@@ -1,6 +1,7 @@
 """The tenants' door: orders, logs in pages, a tenant's own requests to act; and that one of several may be away."""
 
 import asyncio
+from datetime import UTC, datetime
 from types import SimpleNamespace
 from typing import Any
 
@@ -203,11 +204,12 @@ async def policy(bus: Bus) -> PolicyVersion:
 async def test_a_tenants_own_request_takes_its_turn_in_the_queue(
     acme: Client, bus: Bus, gateway: Gateway, policy: PolicyVersion
 ):
-    stop, got = asyncio.Event(), list[InferenceRequest]()
+    stop, got, sent = asyncio.Event(), list[InferenceRequest](), list[float]()
 
     async def handle(delivery: Delivery) -> Outcome:
         request: InferenceRequest = delivery.message
         got.append(request)
+        sent.append(delivery.sent)
         reply = InferenceReply(id=request.id, policy=request.policy, value=0.5, group=9, tenants=4)
         if request.seed:
             reply = InferenceReply(id=request.id, error="state has 1 values, 3 are expected", error_code="contract")
@@ -226,6 +228,9 @@ async def test_a_tenants_own_request_takes_its_turn_in_the_queue(
     for someone, name in ((acme, "pick@1"), (Client(bus, "globex"), "pick@0")):
         with pytest.raises(NotFound, match=f"no '{name}'"):
             await someone.call("infer.request", replace(request, policy=name))
+    await acme.call("infer.request", request, headers={"ce-time": "2031-05-06T07:08:09Z"})
+    told = datetime(2031, 5, 6, 7, 8, 9, tzinfo=UTC).timestamp()
+    assert sent[-1] == told, "a deadline is by the tenant's clock, whatever that says"
     stop.set()
     await serving
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import time
 from collections.abc import AsyncIterator
 
 import pytest
@@ -36,6 +37,14 @@ def same(found: Outcome, calm: Outcome) -> None:
     assert (found.lost, found.twice, found.dead) == (0, 0, 0)
     assert found.numbers == calm.numbers, "weights, optimizer and generator are equal to the bit"
     assert (found.learned, found.used_records, found.used_steps) == (calm.learned, calm.used_records, calm.used_steps)
+
+
+async def happened(service: House, numbers: set[int], within: float = 60.0) -> None:
+    """Each of these faults has: one of the health manager's own may come after the jobs' end."""
+    ends = time.monotonic() + within
+    while service.note() or numbers - service.noted:
+        assert time.monotonic() < ends, f"of the faults {numbers} only {service.noted & numbers} happened"
+        await asyncio.sleep(0.1)
 
 
 async def under_fire(service: House, peace: Peace, within: float = 240.0) -> None:

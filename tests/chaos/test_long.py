@@ -21,7 +21,7 @@ from nexus_bus.bus import Bus
 from nexus_bus.errors import Unavailable
 from ops.bench.faults import POINTS
 from ops.bench.faults_rig import COUNTS, House, house, meddling, rl, sft
-from tests.chaos.conftest import Peace, names, same, under_fire
+from tests.chaos.conftest import Peace, happened, names, same, under_fire
 
 MINUTES = float(os.environ.get("NEXUS_CHAOS_MINUTES", "0"))
 EXAMPLES = round(MINUTES * 6) or 12
@@ -132,8 +132,7 @@ async def test_a_trainer_that_wakes_up_too_late_commits_nothing(tmp_path: Path, 
         for _ in range(2):  # in the step and in the commit of whoever has a seat
             lines = here.plan("trainer after-compute 2 freeze 7", "trainer after-blob 2 freeze 7")
             await under_fire(here, peace, 200.0)
-            here.note()
-            assert not set(lines) - here.noted
+            await happened(here, set(lines))
         said = "".join((here.home / "logs" / f"trainer-{n}.log").read_text() for n in range(2))
         assert "lease lost" in said or "slot lost" in said
 

@@ -49,6 +49,11 @@ async def reaches(client: Client, job: str, *phases: Phase, done: int = 0, withi
         await asyncio.sleep(0.01)
 
 
+async def used(client: Client, job: str) -> float:
+    """Device-seconds of a job."""
+    return sum([record.device_s async for record in client.usage(job)])
+
+
 async def weights(client: Client, job: str) -> list[str]:
     return [policy.weights.sha256 for policy in await client.policies(job)]
 
@@ -84,12 +89,13 @@ async def test_a_paused_job_goes_on_where_it_stopped_to_the_same_bits(client: Cl
 async def test_a_device_budget_pauses_a_job_and_more_of_it_ends_it_in_the_same_bits(client: Client) -> None:
     await client.submit(sft("unlimited"))
     assert (await ended(client, "unlimited")).phase == "completed"
-    await client.submit(sft("limited", device_s=0.2))
-    state = await reaches(client, "limited", "paused")
+    budget = await used(client, "unlimited") / 20  # enough to begin with, on a slow machine too
+    await client.submit(sft("limited", device_s=budget))
+    state = await reaches(client, "limited", "paused", done=1)
     assert state.paused == "training"
     assert "budget.device_s" in state.reason
     assert "--add-device-s" in state.reason
-    assert state.device_s > 0.2
+    assert state.device_s > budget
     assert 0 < state.done < STEPS, "it stopped on the way"
     with pytest.raises(BadJob, match=r"budget\.device_s"):
         await client.resume("limited")
@@ -122,9 +128,9 @@ async def test_at_the_end_of_a_tenants_budget_its_jobs_rest_and_more_of_it_ends_
 ) -> None:
     await client.submit(sft("free"))
     assert (await ended(client, "free")).phase == "completed"
-    await limit(0.2)
+    await limit(await used(client, "free") / 20)
     await client.submit(sft("barred"))
-    state = await reaches(client, "barred", "paused")
+    state = await reaches(client, "barred", "paused", done=1)
     assert (state.limit, state.paused) == ("device_s", "training")
     assert state.reason.startswith("limits.device_s: ")
     with pytest.raises(BadJob, match=r"limits\.device_s"):

@@ -33,8 +33,8 @@ async def cancelled_while_away(client: Client, service: Service, creds: Path, ev
         await eventually(lambda: client.episodes("gone"), within=60)
     await client.cancel("gone")
     await ended(client, "gone")
-    played = await client.episodes("gone")
     async with own_worker(service.url, creds, "--as", "arm"):
+        played = await client.episodes("gone")
         await client.submit(JOB | {"name": "next", "algorithm": {"name": "ppo", "updates": 1, "episodes_per_update": 4}})
         await ended(client, "next")
     assert '"job":"gone"' not in creds.with_suffix(".log").read_text()

@@ -152,9 +152,10 @@ async def test_shares_of_an_inference_worker_and_its_idle_time_are_its_life(
     await stopped(worker, running)
     whole, sums = looked[-1] - worker.compute._opened, await seconds(bus)
     assert sum(sums.values()) == pytest.approx(whole, rel=0.03)
-    assert set(sums) == {f"{TENANT}/pick", "provider/idle", "provider/loading", "provider/canary"}
+    owners = {f"{TENANT}/pick", "provider/idle", "provider/loading", "provider/canary"}
+    assert set(sums) - {"provider/repeated"} == owners  # some come again where the machine stood still
     assert min(sums.values()) > 0
-    assert sum(used.requests for used in await records(bus)) == len(asker.replies)
+    assert sum(used.requests for used in await records(bus) if used.job != "repeated") == len(asker.replies)
 
 
 async def speaker(asker: Asker, backbone: Backbone) -> None:

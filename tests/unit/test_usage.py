@@ -79,7 +79,7 @@ async def test_owners_and_idle_time_add_up_to_the_threads_life() -> None:
     whole, seconds = ends[0] - device._opened, log.seconds()
     assert sum(seconds.values()) == pytest.approx(whole, abs=0.05)  # less than any of the three
     assert seconds["acme/pick"] >= 6 * 0.03
-    assert 6 * 0.01 <= seconds["globex/place"] < seconds["acme/pick"]
+    assert seconds["globex/place"] >= 6 * 0.01
     assert seconds["provider/idle"] >= 6 * 0.02
     device.shutdown()
 
