@@ -82,10 +82,12 @@ async def test_a_version_that_a_dead_holder_left_is_gone_on_with_though_the_repl
         raise Unavailable("killed between version and commit")
 
     monkeypatch.setattr(Seat, "_publish", dies)
-    running = await begun(Trainer(context(bus, "trainer", commit_every=1)))
+    its = await Bus.connect(bus.url)
+    running = await begun(Trainer(context(its, "trainer", commit_every=1)))
     await feed(bus, state, range(3))
     with pytest.raises(Unavailable):
-        await running
+        await asyncio.wait_for(running, 60)
+    await its.client.close()  # as of a process that is gone
     left = await weights(bus, state, 2)
     monkeypatch.setattr(Seat, "_publish", publish)
     worker = Trainer(context(bus, "trainer", commit_every=1))
