@@ -24,6 +24,7 @@ pytestmark = pytest.mark.timeout(240)
 TOUCH = EnvironmentSpec(id="tabletop", task="touch")
 REPORTS = Durable("JOBS", "reports", ("job.report.*.*",))
 Set = Callable[..., Awaitable[None]]
+MANY = 250  # episodes: some seconds
 
 
 @pytest.fixture
@@ -68,24 +69,26 @@ async def prepare(bus: Bus, tenant: str, job: str, resumed: int = 0, episodes: i
 
 
 async def test_a_recording_rests_with_its_job_and_goes_on_where_it_was(
-    bus: Bus, server: EmbeddedServer, root: Path, there: Set, reports: dict[str, JobReport], eventually: Eventually
-) -> None:
+    bus: Bus, server: EmbeddedServer, root: Path, there: Set, reports: dict[str, JobReport], eventually: Eventually,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(recording, "LOOK_S", 0.02)  # long before it is through
     path = root / "acme/pick"
     await there("acme", "pick")
     async with worker(server.url, root) as serving:
-        await prepare(bus, "acme", "pick", episodes=60)
+        await prepare(bus, "acme", "pick", episodes=MANY)
         await eventually(lambda: list(partial(path).glob("data/*/*")), within=60)
         await there("acme", "pick", phase="paused", paused="data")
         rest = await eventually(lambda: resting(path), within=30)
-        assert 0 < rest.episodes < 60
-        await prepare(bus, "acme", "pick", episodes=60)  # of before the pause: it is late, and means nothing
+        assert 0 < rest.episodes < MANY
+        await prepare(bus, "acme", "pick", episodes=MANY)  # of before the pause: it is late, and means nothing
         written = {one.name: one.stat().st_mtime_ns for one in partial(path).glob("data/*/*")}
-        await prepare(bus, "acme", "pick", resumed=1, episodes=60)  # handed out before the state says so
+        await prepare(bus, "acme", "pick", resumed=1, episodes=MANY)  # handed out before the state says so
         await there("acme", "pick", resumed=1)
         report = await eventually(lambda: reports.get("pick"), within=120)
         assert (report.kind, report.frames > 0) == ("prepared", True)
         dataset = await serving._dataset(path)
-        assert len(dataset.episodes) == 60
+        assert len(dataset.episodes) == MANY
         kept = {one.name: one.stat().st_mtime_ns for one in path.glob("data/*/*")}
         assert {name: kept[name] for name in written} == written, "what was kept was not played again"
         assert not partial(path).exists()
